@@ -1,0 +1,9 @@
+"""Measures Offbeat, gloo and OpenMPI in one run: `python -m benches.compare` from the root of the repository.
+
+cases.py    what is measured, and what it should reach
+launch.py   starts the ranks: mpirun, plain processes, or hosts of netlab
+rank.py     one rank: every engine in one process, in turns
+engines.py  the engines behind one face
+idle.py     what a rank costs that does nothing
+report.py   table, JSON and BENCHMARKS.md; chart.py the PNG
+"""

@@ -1,0 +1,77 @@
+"""What can go wrong. Every error is an `OffbeatError`, and also the builtin that fits (`except TimeoutError` works)."""
+
+
+class OffbeatError(Exception):
+    """Anything that Offbeat raises on purpose."""
+
+
+# Attributes have defaults, because unpickling calls the class with the message alone and then restores them.
+class PeerLost(OffbeatError, ConnectionError):
+    """Another rank is gone: killed, crashed, or out of reach. `rank` and `host` say which."""
+
+    rank: int
+    host: str
+
+    def __init__(self, message: str = "", *, rank: int = -1, host: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.host = host
+
+
+class PeerFailed(OffbeatError, RuntimeError):
+    """Another rank raised an exception. `rank` says which one, `cause` quotes it."""
+
+    rank: int
+    cause: str
+
+    def __init__(self, message: str = "", *, rank: int = -1, cause: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.cause = cause
+
+
+class Timeout(OffbeatError, TimeoutError):
+    """Something did not happen in its time, though nobody is known to be lost."""
+
+
+class Mismatch(OffbeatError, RuntimeError):
+    """Ranks called different things: another order, shape, dtype or op. The message shows the difference."""
+
+
+class BadFrame(OffbeatError, ConnectionError):
+    """Bytes came in that are not ours, or not of this version."""
+
+
+class Unauthorized(OffbeatError, PermissionError):
+    """The other side did not know the job's token."""
+
+
+class NonFinite(OffbeatError, ArithmeticError):
+    """A gradient holds NaN or Inf."""
+
+
+class NotInitialized(OffbeatError, RuntimeError):
+    """The call needs `offbeat.init()` first."""
+
+
+class Unsupported(OffbeatError, NotImplementedError):
+    """A reasonable wish that this build or this version cannot fulfil."""
+
+
+class InvalidArgument(OffbeatError, ValueError):
+    """An argument or environment variable that makes no sense."""
+
+
+__all__ = [
+    "BadFrame",
+    "InvalidArgument",
+    "Mismatch",
+    "NonFinite",
+    "NotInitialized",
+    "OffbeatError",
+    "PeerFailed",
+    "PeerLost",
+    "Timeout",
+    "Unauthorized",
+    "Unsupported",
+]

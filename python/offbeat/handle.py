@@ -1,0 +1,165 @@
+"""Work under way, and the tensors that take part in it."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import _core
+from .errors import InvalidArgument, OffbeatError, Timeout, Unsupported
+
+T = TypeVar("T")
+_no_dispatch = Tensor.__torch_dispatch__
+
+# Work whose handle was dropped early. The communication thread still uses its tensors: they stay here until it is done.
+_orphans: list[tuple[_core.Ticket, Sequence[Tensor]]] = []
+
+
+class Handle(Generic[T]):
+    """A collective under way. Keep its tensors untouched until `wait` returned or `done` said True."""
+
+    __slots__ = ("__weakref__", "_error", "_finish", "_lock", "_tensors", "_ticket", "_value")
+    _value: T
+
+    def __init__(
+        self, ticket: _core.Ticket, tensors: Sequence[Tensor], finish: Callable[[list[object] | None], T]
+    ) -> None:
+        self._ticket: _core.Ticket | None = ticket
+        self._tensors = tensors
+        self._finish: Callable[[list[object] | None], T] | None = finish
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        if _orphans:
+            _orphans[:] = [orphan for orphan in _orphans if not orphan[0].done()]
+
+    def wait(self, timeout: float | None = None) -> T:
+        """What the blocking call would return, or its error. When only `timeout` (seconds) ran out, wait again."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
+            raise Timeout(f"not done within {timeout:g} s, and another thread waits too; wait longer, or ask done()")
+        try:
+            self._settle(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        finally:
+            self._lock.release()
+        if self._error is not None:
+            raise self._error
+        return self._value
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once. True also means that results are in place."""
+        ticket = self._ticket
+        if ticket is None:
+            return True
+        if not ticket.done() or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._settle(None)
+        finally:
+            self._lock.release()
+        return True
+
+    def _settle(self, timeout: float | None) -> None:
+        ticket, finish = self._ticket, self._finish
+        if ticket is None or finish is None:
+            return
+        try:
+            self._value = finish(ticket.wait(timeout))
+        except Timeout as error:
+            # Out of patience, or out of the work's own time? Only the first leaves something to wait for.
+            if not ticket.done():
+                raise
+            self._error = error
+        except Exception as error:
+            self._error = error
+        self._ticket, self._finish, self._tensors = None, None, ()
+
+    def __del__(self) -> None:
+        ticket = getattr(self, "_ticket", None)
+        if ticket is not None and not ticket.done():
+            _orphans.append((ticket, self._tensors))
+
+
+def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
+    """The tensor itself where the core can read it, else a contiguous copy."""
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgument(
+            f"{name} must be a torch.Tensor, not {type(tensor).__name__}; try torch.as_tensor({name})"
+        )
+    if type(tensor).__torch_dispatch__ is not _no_dispatch:
+        raise Unsupported(
+            f"{name} is a {type(tensor).__name__}, which holds no memory of its own; pass the tensor inside it, e.g. "
+            f"{name}.to_local()"
+        )
+    if not tensor.is_cpu:
+        raise Unsupported(f"{name} is on {tensor.device}, and this version communicates from the CPU; try {name}.cpu()")
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise Unsupported(f"{name} is sparse, nested or opaque ({tensor.layout}); try {name}.to_dense() or its values")
+    if tensor.is_quantized:
+        raise Unsupported(f"{name} is quantized ({tensor.dtype}); try {name}.dequantize() or {name}.int_repr()")
+    if tensor.is_complex():
+        raise Unsupported(f"{name} is complex ({tensor.dtype}); try torch.view_as_real({name})")
+    if tensor.is_contiguous() and not tensor.is_neg():
+        return tensor
+    return tensor.detach().contiguous().resolve_neg()
+
+
+def writable(tensor: Tensor, name: str = "tensor") -> Tensor:
+    """As `readable`, for a tensor that is written: the copy must be copied back (`in_place`)."""
+    flat = readable(tensor, name)
+    if flat is not tensor and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise InvalidArgument(f"{name} is expanded: several of its elements share one place; try {name}.clone()")
+    return flat
+
+
+def readable_list(tensors: Sequence[Tensor], size: int, name: str = "tensors") -> list[Tensor]:
+    """A list with one tensor for each rank of the group."""
+    if not isinstance(tensors, list | tuple):
+        raise InvalidArgument(
+            f"{name} must be a list of tensors, not {type(tensors).__name__}; try list({name}.chunk({size}))"
+        )
+    if len(tensors) != size:
+        raise InvalidArgument(
+            f"{name} has {len(tensors)} tensors for {size} ranks; give one for each rank of the group"
+        )
+    return [readable(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
+
+
+def in_place(
+    result: _core.Ticket | list[object] | None, tensor: Tensor, flat: Tensor, async_op: bool, *also: Tensor
+) -> Handle[None] | None:
+    """Ends a call that wrote into `flat`, which stands for `tensor`."""
+
+    def finish(_: list[object] | None) -> None:
+        if flat is not tensor:
+            tensor.detach().copy_(flat)
+
+    if async_op:
+        return Handle(_ticket(result), (tensor, flat, *also), finish)
+    finish(None)
+    return None
+
+
+def received(
+    result: _core.Ticket | list[object] | None,
+    tensors: Sequence[Tensor],
+    async_op: bool,
+    pick: Callable[[list[Tensor]], T],
+) -> Handle[T] | T:
+    """Ends a call that gives new tensors."""
+
+    def finish(capsules: list[object] | None) -> T:
+        return pick([from_dlpack(capsule) for capsule in capsules or ()])
+
+    if async_op:
+        return Handle(_ticket(result), tensors, finish)
+    return finish(result if isinstance(result, list) else None)
+
+
+def _ticket(result: object) -> _core.Ticket:
+    if result is None or isinstance(result, list):
+        raise OffbeatError("the core gave no ticket for an asynchronous call; this is a bug, please report it")
+    return result  # type: ignore[return-value]

@@ -1,0 +1,41 @@
+"""Tensors in the runtime's shared memory."""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import runtime
+from .errors import InvalidArgument
+
+
+def shared_empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """An uninitialised tensor in shared memory, where ranks of one host reduce it without a copy.
+
+    Takes sizes as `torch.empty` does: `shared_empty(2, 3)` or `shared_empty((2, 3))`.
+    """
+    core = runtime.current()
+    shape = _shape(size)
+    if not isinstance(dtype, torch.dtype):
+        raise InvalidArgument(f"dtype= must be a torch.dtype, not {dtype!r}; try torch.float32")
+    count = math.prod(shape)
+    if count == 0:
+        return torch.empty(shape, dtype=dtype)
+    flat: Tensor = from_dlpack(core.shared_empty(count * dtype.itemsize))
+    return flat.view(dtype).reshape(shape)
+
+
+def _shape(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
+    numbers = size[0] if len(size) == 1 and isinstance(size[0], Sequence) else size
+    try:
+        shape = tuple(operator.index(number) for number in numbers)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidArgument(
+            f"sizes must be ints or one tuple of ints, not {size!r}; try shared_empty(2, 3)"
+        ) from None
+    if any(number < 0 for number in shape):
+        raise InvalidArgument(f"sizes must not be negative, but are {shape}; try shared_empty(2, 3)")
+    return shape

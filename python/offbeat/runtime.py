@@ -1,0 +1,198 @@
+"""The runtime's life: `init` joins the world, `shutdown` leaves it; between them this module holds the one runtime."""
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from . import _core, rendezvous, settings
+from .errors import InvalidArgument, NotInitialized, OffbeatError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+# The world's group while initialised, else None. Collectives read it directly: it is the one lookup on their fast path.
+world: _core.Group | None = None
+# Counts successful inits, so that a Group from before a shutdown is recognised.
+epoch = 0
+
+_runtime: _core.Runtime | None = None
+_forked = False
+_watches_forks = False
+_left_by_parent: list[object] = []
+_previous_hook = sys.__excepthook__
+# Reentrant, because a signal handler may call `shutdown` while `init` runs in the same thread.
+_lock = threading.RLock()
+
+
+def init(
+    *,
+    connect_timeout: float = settings.Default(60.0),
+    first_step_timeout: float = settings.Default(300.0),
+    timeout: float = settings.Default(30.0),
+    token: str | bytes | None = None,
+    interface: str | None = None,
+    profile: str | None = None,
+    store: "Store | str | None" = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> None:
+    """Joins the world, as torchrun describes it; without torchrun, a world of one. Every rank calls it once.
+
+    Each argument can also be given as environment variable OFFBEAT_<NAME>; the argument wins. Times are in seconds.
+
+    Args:
+        connect_timeout: for all ranks to come and to connect.
+        first_step_timeout: for the first collective, where ranks may still compile or load data.
+        timeout: for each later collective.
+        token: the job's secret; by default rank 0 makes one and spreads it through the store.
+        interface: which network interfaces to use ("eth0", "^lo,docker", "10.0.0.0/8"); also OFFBEAT_SOCKET_IFNAME,
+            then NCCL_SOCKET_IFNAME. By default the one that routes to the peer.
+        profile: reserved for tuning profiles.
+        store: a torch.distributed.Store, or a URL that torch.distributed.rendezvous knows; with rank and world_size.
+        rank, world_size: by default torch.distributed's default group, or RANK and WORLD_SIZE.
+    """
+    global _runtime, world, epoch
+    with _lock:
+        _refuse_in_child()
+        if _runtime is not None:
+            raise InvalidArgument("offbeat is initialised already; call init() once, or offbeat.shutdown() before it")
+        connect_timeout = settings.seconds("connect_timeout", connect_timeout)
+        first_step_timeout = settings.seconds("first_step_timeout", first_step_timeout)
+        timeout = settings.seconds("timeout", timeout)
+        secret = settings.token(token)
+        chosen = settings.interface(interface)
+        settings.profile(profile)
+        place = rendezvous.find(store, rank, world_size, connect_timeout)
+        part = rendezvous.agree(place, connect_timeout)
+        runtime = _core.Runtime(
+            None if part is None else rendezvous.Adapter(part),
+            place.rank,
+            place.world_size,
+            connect_timeout=connect_timeout,
+            timeout=timeout,
+            first_step_timeout=first_step_timeout,
+            token=secret,
+            interface=chosen,
+            reach=place.reach,
+        )
+        world = runtime.world()
+        epoch += 1
+        _runtime = runtime
+        _install()
+
+
+def shutdown() -> None:
+    """Leaves the world in good order. Does nothing when not initialised; `init` may be called again after it."""
+    global _runtime, world
+    with _lock:
+        _refuse_in_child()
+        if _runtime is None:
+            return
+        runtime, _runtime, world = _runtime, None, None
+        _uninstall()
+        runtime.shutdown("it called offbeat.shutdown()")
+
+
+def is_initialized() -> bool:
+    """Whether `init` was called in this process (a forked child is another one) and `shutdown` was not."""
+    return _runtime is not None
+
+
+def rank() -> int:
+    """This process's number in the world, from 0."""
+    return current().rank
+
+
+def world_size() -> int:
+    """How many ranks there are."""
+    return current().world_size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host, from 0."""
+    return current().local_rank
+
+
+def local_size() -> int:
+    """How many ranks this host has."""
+    return current().local_size
+
+
+def host() -> str:
+    """The name of this rank's host, the same for all ranks that share memory and network."""
+    return current().host
+
+
+def current() -> _core.Runtime:
+    """The runtime, or a clear error."""
+    if _runtime is None:
+        _refuse_in_child()
+        raise NotInitialized("offbeat is not initialised; call offbeat.init() first")
+    return _runtime
+
+
+def _refuse_in_child() -> None:
+    if _forked:
+        raise OffbeatError(
+            f"this process (pid {os.getpid()}) was forked from a rank and cannot take its place; communicate in the "
+            "parent only, or start the child with multiprocessing's 'spawn' method"
+        )
+
+
+def _install() -> None:
+    global _previous_hook, _watches_forks
+    _previous_hook = sys.excepthook
+    sys.excepthook = _on_uncaught
+    atexit.register(_at_exit, os.getpid())
+    if not _watches_forks:
+        # A fork handler and not a comparison of pids at each call: getpid() costs a good part of a small all-reduce.
+        os.register_at_fork(after_in_child=_after_fork_in_child)
+        _watches_forks = True
+
+
+def _uninstall() -> None:
+    # If somebody chained another hook to ours it stays in the chain; it only passes on then.
+    if sys.excepthook is _on_uncaught:
+        sys.excepthook = _previous_hook
+    atexit.unregister(_at_exit)
+
+
+def _after_fork_in_child() -> None:
+    global _runtime, world, _forked, _lock
+    # Another thread of the parent may have held it.
+    _lock = threading.RLock()
+    if _runtime is not None:
+        # Kept, not dropped: the threads and descriptors behind it are the parent's.
+        _left_by_parent.append((_runtime, world))
+        _runtime, world, _forked = None, None, True
+        _uninstall()
+    rendezvous.after_fork_in_child()
+
+
+def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Tells the peers why this rank is about to die, so that they quote it instead of guessing."""
+    if _runtime is not None:
+        # Whatever goes wrong here must not hide the user's own exception.
+        with contextlib.suppress(Exception):
+            _runtime.fail(_quote(kind, error, trace))
+    _previous_hook(kind, error, trace)
+
+
+def _quote(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+    text = "".join(traceback.format_exception_only(kind, error)).strip()
+    frames = traceback.extract_tb(trace)
+    if not frames:
+        return text
+    last = frames[-1]
+    return f"{text} ({last.filename}:{last.lineno} in {last.name}: {last.line})"
+
+
+def _at_exit(pid: int) -> None:
+    if _runtime is not None and pid == os.getpid():
+        with contextlib.suppress(Exception):
+            _runtime.shutdown("its interpreter exited")

@@ -1,0 +1,85 @@
+"""Arguments of `init`: from the call, else from OFFBEAT_<NAME>, else the default. An empty variable counts as unset."""
+
+import math
+import operator
+import os
+
+from .errors import InvalidArgument, Unsupported
+
+# In this order; the last one is NCCL's own, because whoever has set it has met the problem before.
+INTERFACE_VARIABLES = ("OFFBEAT_SOCKET_IFNAME", "OFFBEAT_INTERFACE", "NCCL_SOCKET_IFNAME")
+
+
+class Default(float):
+    """A default in a signature: shown as its number, yet told apart from the same number given by the user."""
+
+
+def seconds(name: str, value: float) -> float:
+    """A duration: positive and finite, since every blocking call has a deadline."""
+    source, given = f"{name}=", value
+    variable = f"OFFBEAT_{name.upper()}"
+    text = os.environ.get(variable, "")
+    if isinstance(value, Default) and text:
+        source = variable
+        try:
+            given = float(text)
+        except ValueError:
+            raise InvalidArgument(f"{variable}={text!r} is not a number of seconds; try {variable}={value:g}") from None
+    number = isinstance(given, int | float) and not isinstance(given, bool)
+    if not number or not math.isfinite(given) or given <= 0:
+        raise InvalidArgument(f"{source} must be a positive, finite number of seconds, not {given!r}; try 60")
+    return float(given)
+
+
+def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: int) -> int | None:
+    """A whole number of at least `least`, or None where neither the call nor one of the variables says it."""
+    if value is not None:
+        try:
+            number = operator.index(value)
+        except TypeError:
+            raise InvalidArgument(f"{name}= must be an int, not {value!r}; try int({name})") from None
+        source = f"{name}="
+    else:
+        source = next((v for v in variables if os.environ.get(v)), "")
+        if not source:
+            return None
+        try:
+            number = int(os.environ[source])
+        except ValueError:
+            raise InvalidArgument(
+                f"{source}={os.environ[source]!r} is not a whole number; set it to one, or unset it"
+            ) from None
+    if number < least:
+        raise InvalidArgument(f"{source} is {number}, but must be at least {least}; check how the job was started")
+    return number
+
+
+def token(value: str | bytes | None) -> bytes | None:
+    """The job's secret. None lets rank 0 make one up and spread it through the store."""
+    if value is None:
+        value = os.environ.get("OFFBEAT_TOKEN") or None
+    if value is None:
+        return None
+    if not isinstance(value, str | bytes):
+        raise InvalidArgument(f"token= must be str or bytes, not {type(value).__name__}; try secrets.token_hex()")
+    if not value:
+        raise InvalidArgument("token= is empty, which would protect nothing; give a secret, or leave it out")
+    # surrogateescape, because that is how os.environ decoded it: all bytes come back as they were set.
+    return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
+
+
+def interface(value: str | None) -> str | None:
+    """Which network interfaces to use, in NCCL's grammar or as CIDR."""
+    if value is None:
+        value = next((os.environ[v] for v in INTERFACE_VARIABLES if os.environ.get(v)), None)
+    if value is not None and (not isinstance(value, str) or not value):
+        raise InvalidArgument(f'interface= must be a text like "eth0", "^lo,docker" or "10.0.0.0/8", not {value!r}')
+    return value
+
+
+def profile(value: str | None) -> str | None:
+    """A tuning profile. Reserved: nothing writes one yet, and a file that is silently ignored would mislead."""
+    value = value or os.environ.get("OFFBEAT_PROFILE") or None
+    if value is not None:
+        raise Unsupported("this version reads no tuning profile; leave out profile= and unset OFFBEAT_PROFILE")
+    return None

@@ -1,0 +1,418 @@
+//! Scatter and gather: the way of long data between hosts. The module above tells what happens and why.
+
+use std::collections::{HashMap, HashSet};
+use std::ops::Range;
+
+use offbeat_transport::outbox::Payload;
+use offbeat_transport::pool::Block;
+use offbeat_transport::shm::arena::Piece;
+
+use super::{Context, Stage, Wire, scratch};
+use crate::Result;
+use crate::buffer::Buffer;
+use crate::codec::Codec;
+use crate::dtype::Op;
+use crate::reduce;
+use crate::topology::{Layout, cut};
+
+/// A piece of the data that travels in one frame.
+#[derive(Debug, PartialEq, Eq)]
+struct Chunk {
+    range: Range<usize>,
+    /// The host that sums it; none where both of two do.
+    owner: Option<usize>,
+    /// The member of each host that carries it.
+    carriers: Vec<usize>,
+    /// In which slice of its part it lies.
+    slice: usize,
+}
+
+/// Cuts the data into chunks, alike on every rank: each part into a multiple of `hosts` chunks, owned in turn.
+fn chunks(layout: &Layout, count: usize, size: usize, align: usize, slices: usize, chunk_bytes: usize) -> Vec<Chunk> {
+    let hosts = layout.hosts.len();
+    let mut chunks = Vec::new();
+    for part in layout.parts(count, align) {
+        let bytes = part.range.len() * size;
+        let rounds = bytes.div_ceil(hosts * chunk_bytes).max(1).next_multiple_of(slices);
+        let ways = rounds * hosts;
+        for at in 0..ways {
+            let begin = |at| part.range.start + cut(part.range.len(), ways, at, align);
+            let range = begin(at)..begin(at + 1);
+            if !range.is_empty() {
+                let owner = (hosts > 2).then_some(at % hosts);
+                chunks.push(Chunk { range, owner, carriers: part.carriers.clone(), slice: at * slices / ways });
+            }
+        }
+    }
+    chunks
+}
+
+/// What has come of a chunk that is summed here.
+struct Pending {
+    sums: Vec<Option<Block>>,
+    acc: Block,
+    /// Hosts that are in `acc` already, in ascending order.
+    folded: usize,
+}
+
+/// One call on one rank.
+struct Scatter {
+    wire: Wire,
+    buffer: Buffer,
+    plan: Vec<Chunk>,
+    /// The chunks that I carry.
+    mine: Vec<usize>,
+    host: usize,
+    seat: usize,
+    /// The only (host, seat) that gets the result, if not all do.
+    goal: Option<(usize, usize)>,
+    /// My own full-size staging area, if I have neighbours and my tensor is not in shared memory.
+    staging: Option<Piece>,
+    /// The tensor, or its staged copy, of every member of my host.
+    visible: Vec<*mut u8>,
+    /// My host's sums of the elements that I carry, from element `first` on; none where my tensor is the sum.
+    sums: Option<(Block, usize)>,
+}
+
+/// Reduces long data over several hosts; the result goes to every member, or to one.
+pub(crate) fn scatter_gather(
+    context: &mut Context<'_>,
+    buffer: Buffer,
+    op: Op,
+    divisor: Option<u32>,
+    codec: Option<&'static dyn Codec>,
+    only: Option<usize>,
+) -> Result<()> {
+    let layout = context.layout;
+    let (host, seat) = layout.seat(context.me);
+    let largest = layout.hosts.iter().map(Vec::len).max().unwrap_or(1);
+    let size = buffer.dtype.size();
+    let align = codec.map_or(1, Codec::block).max(64 / size);
+    // slices overlap the sums inside hosts with the wire
+    let slices = if largest == 1 { 1 } else { (buffer.bytes() >> 20).clamp(1, 8) };
+    let plan = chunks(layout, buffer.count, size, align, slices, context.tuning.chunk);
+    let mine = (0..plan.len()).filter(|id| plan[*id].carriers[host] == context.me).collect();
+    let mut job = Scatter {
+        wire: Wire::new(context, buffer.dtype, op, divisor, codec),
+        buffer,
+        plan,
+        mine,
+        host,
+        seat,
+        goal: only.map(|member| layout.seat(member)),
+        staging: None,
+        visible: vec![buffer.start],
+        sums: None,
+    };
+    let neighbours = layout.hosts[host].len() > 1;
+    if neighbours {
+        job.enter(context)?;
+    }
+    for slice in 0..slices {
+        if neighbours {
+            if slice > 0 {
+                job.copy_in(slice);
+                context.meet()?;
+            }
+            job.sum_slice(op, slice);
+        }
+        for id in job.mine.iter().copied().filter(|id| job.plan[*id].slice == slice) {
+            job.send_sum(context, id);
+        }
+    }
+    job.collect(context)?;
+    if neighbours {
+        context.meet()?;
+        job.copy_out();
+    }
+    if only.is_some() {
+        context.announce();
+        context.hear_all()?;
+    }
+    context.drain()
+}
+
+impl Scatter {
+    /// Stages the first slice if need be, meets the neighbours and learns where their data is.
+    fn enter(&mut self, context: &mut Context<'_>) -> Result<()> {
+        let arena = context.mesh.arena();
+        let place = match arena.mapping().offset_of(self.buffer.start, self.buffer.bytes()) {
+            Some(offset) => offset,
+            None => {
+                let piece = arena.allocate(self.buffer.bytes())?;
+                let offset = piece.offset();
+                self.staging = Some(piece);
+                offset
+            }
+        };
+        self.copy_in(0);
+        let note = context.note;
+        context.team()?.begin(&note, place as u64);
+        context.meet_and_compare()?;
+        let team = context.team()?;
+        let bytes = self.buffer.bytes();
+        let address = |member| team.address(member, team.place(member) as usize, bytes);
+        self.visible = (0..team.len()).map(address).collect::<Result<_>>()?;
+        let carried = self.mine.iter().map(|id| &self.plan[*id].range);
+        let first = carried.clone().map(|range| range.start).min().unwrap_or(0);
+        let end = carried.map(|range| range.end).max().unwrap_or(0);
+        let bytes = (end - first) * self.buffer.dtype.accumulator().size();
+        self.sums = Some((scratch(context, bytes), first));
+        Ok(())
+    }
+
+    /// Copies one slice of every part into the staging area.
+    fn copy_in(&self, slice: usize) {
+        let Some(piece) = &self.staging else { return };
+        let size = self.buffer.dtype.size();
+        for chunk in self.plan.iter().filter(|chunk| chunk.slice == slice) {
+            // SAFETY: the staging area is as long as the tensor, and nobody reads this slice before the next meeting.
+            unsafe {
+                let to = piece.start().add(chunk.range.start * size);
+                std::ptr::copy_nonoverlapping(self.buffer.at(chunk.range.start), to, chunk.range.len() * size);
+            }
+        }
+    }
+
+    fn copy_out(&self) {
+        if let Some(piece) = &self.staging
+            && self.goal.is_none_or(|goal| goal == (self.host, self.seat))
+        {
+            // SAFETY: all neighbours have met since they wrote to my staging area.
+            unsafe { std::ptr::copy_nonoverlapping(piece.start(), self.buffer.start, self.buffer.bytes()) };
+        }
+    }
+
+    /// My host's sum of a chunk that I carry, in the type that it is sent in.
+    fn sum_of(&self, range: &Range<usize>) -> *mut u8 {
+        match &self.sums {
+            None => self.buffer.at(range.start),
+            Some((sums, first)) => {
+                let size = self.buffer.dtype.accumulator().size();
+                sums.as_ptr().cast_mut().wrapping_add((range.start - first) * size)
+            }
+        }
+    }
+
+    /// Sums one slice of what I carry over all neighbours.
+    fn sum_slice(&mut self, op: Op, slice: usize) {
+        let size = self.buffer.dtype.size();
+        for id in self.mine.iter().filter(|id| self.plan[**id].slice == slice) {
+            let range = &self.plan[*id].range;
+            let sources: Vec<*const u8> =
+                self.visible.iter().map(|start| start.wrapping_add(range.start * size).cast_const()).collect();
+            // SAFETY: all neighbours have met with this slice in place, and what I carry is mine alone from then on.
+            unsafe { reduce::partial(&sources, self.sum_of(range), range.len(), self.buffer.dtype, op) };
+        }
+    }
+
+    /// Sends my host's sum of a chunk to whoever adds the hosts up.
+    fn send_sum(&self, context: &mut Context<'_>, id: usize) {
+        let chunk = &self.plan[id];
+        let hosts: Vec<usize> = match (chunk.owner, self.goal) {
+            (Some(owner), _) => vec![owner],
+            (None, Some((goal, _))) => vec![goal],
+            (None, None) => (0..chunk.carriers.len()).collect(),
+        };
+        let (sum, count) = (self.sum_of(&chunk.range), chunk.range.len());
+        for to in hosts.into_iter().filter(|to| *to != self.host) {
+            // SAFETY: the sum is complete. It is lent only if it stays: not where a tensor that is its own sum gets the
+            // result before the owner (the other host) has answered.
+            let payload = unsafe {
+                let stays = chunk.owner.is_some() || self.sums.is_some();
+                if self.wire.is_coded() || !stays {
+                    Payload::Owned(self.wire.encode(context, self.host, sum, count))
+                } else {
+                    context.lend(sum, self.wire.sum_len(self.host, count))
+                }
+            };
+            context.send(chunk.carriers[to], Stage::Scatter, id, payload);
+        }
+    }
+
+    fn is_summed_here(&self, chunk: &Chunk) -> bool {
+        match chunk.owner {
+            Some(owner) => owner == self.host,
+            None => self.goal.is_none_or(|(goal, _)| goal == self.host),
+        }
+    }
+
+    fn awaits_result(&self, chunk: &Chunk) -> bool {
+        chunk.owner.is_some_and(|owner| owner != self.host) && self.goal.is_none_or(|(goal, _)| goal == self.host)
+    }
+
+    /// Takes what comes until every chunk that I carry is done.
+    fn collect(&self, context: &mut Context<'_>) -> Result<()> {
+        let hosts = context.layout.hosts.len();
+        let of_mine = |keep: &dyn Fn(&Chunk) -> bool| -> Vec<usize> {
+            self.mine.iter().copied().filter(|id| keep(&self.plan[*id])).collect()
+        };
+        let mut pending: HashMap<usize, Pending> = HashMap::new();
+        let mut sums: HashSet<usize> = of_mine(&|chunk| self.is_summed_here(chunk)).into_iter().collect();
+        let mut results: HashSet<usize> = of_mine(&|chunk| self.awaits_result(chunk)).into_iter().collect();
+        while !sums.is_empty() || !results.is_empty() {
+            let next = context.poll()?;
+            let (from, delivery) = match next {
+                Some(next) => next,
+                None => context.receive(|| self.missing(hosts, &sums, &results, &pending))?,
+            };
+            let (id, from_host) = (delivery.header.index as usize, context.layout.seat(from).0);
+            let chunk = match self.plan.get(id) {
+                Some(chunk) if chunk.carriers[from_host] == from => chunk,
+                _ => return Err(context.bad_frame(delivery.from, "an unknown chunk")),
+            };
+            let count = chunk.range.len();
+            if delivery.header.stage == Stage::Gather as u8 {
+                if delivery.payload.len() != self.wire.result_len(count) || !results.remove(&id) {
+                    return Err(context.bad_frame(delivery.from, "a result of the wrong length, or twice"));
+                }
+                // SAFETY: the length was checked; what I carry is mine in all neighbours' buffers until the last meeting.
+                unsafe { self.wire.accept(context, &delivery.payload, &self.targets(chunk), count) };
+                continue;
+            }
+            if delivery.payload.len() != self.wire.sum_len(from_host, count) || !sums.contains(&id) {
+                return Err(context.bad_frame(delivery.from, "a sum of the wrong length, or not for us"));
+            }
+            let state = pending.entry(id).or_insert_with(|| Pending {
+                sums: (0..hosts).map(|_| None).collect(),
+                acc: scratch(context, count * self.buffer.dtype.accumulator().size()),
+                folded: 0,
+            });
+            state.sums[from_host] = Some(delivery.payload);
+            self.fold_ready(context, chunk, state);
+            if state.folded == hosts
+                && let Some(state) = pending.remove(&id)
+            {
+                sums.remove(&id);
+                self.finish(context, id, state.acc);
+            }
+        }
+        Ok(())
+    }
+
+    /// Folds all sums that are next in the order of the hosts.
+    fn fold_ready(&self, context: &Context<'_>, chunk: &Chunk, state: &mut Pending) {
+        let count = chunk.range.len();
+        let acc = state.acc.as_mut_ptr();
+        while state.folded < state.sums.len() {
+            let host = state.folded;
+            // SAFETY: sums have the length of their chunk (checked on arrival), and so has the accumulator.
+            unsafe {
+                if host == self.host {
+                    let own = self.sum_of(&chunk.range);
+                    if self.wire.is_coded() {
+                        let encoded = self.wire.encode(context, host, own, count);
+                        self.wire.fold(acc, host, encoded.as_ptr(), count);
+                    } else {
+                        self.wire.fold(acc, host, own, count);
+                    }
+                } else {
+                    let Some(sum) = state.sums[host].take() else { return };
+                    self.wire.fold(acc, host, sum.as_ptr(), count);
+                }
+            }
+            state.folded += 1;
+        }
+    }
+
+    /// Where the result of a chunk goes on my host.
+    fn targets(&self, chunk: &Chunk) -> Vec<*mut u8> {
+        let offset = chunk.range.start * self.buffer.dtype.size();
+        let seats = match self.goal {
+            None => 0..self.visible.len(),
+            Some((host, seat)) if host == self.host => seat..seat + 1,
+            Some(_) => 0..0,
+        };
+        seats.map(|seat| self.visible[seat].wrapping_add(offset)).collect()
+    }
+
+    /// Ends a chunk's sum: writes it on my host and sends it to the others that want it.
+    fn finish(&self, context: &mut Context<'_>, id: usize, mut acc: Block) {
+        let chunk = &self.plan[id];
+        let (count, bytes) = (chunk.range.len(), chunk.range.len() * self.buffer.dtype.size());
+        let mut targets = self.targets(chunk);
+        // where only another host wants the result, no tensor here may change: it gets memory of its own
+        let mut apart = targets.is_empty().then(|| scratch(context, bytes));
+        if let Some(block) = &mut apart {
+            targets.push(block.as_mut_ptr());
+        }
+        // SAFETY: the accumulator holds the chunk; what I carry is mine in all neighbours' buffers until the last meeting.
+        let encoded = unsafe { self.wire.seal(context, acc.as_mut_ptr(), &targets, count) };
+        if chunk.owner.is_none() {
+            return;
+        }
+        let wanted = |host: &usize| *host != self.host && self.goal.is_none_or(|(goal, _)| goal == *host);
+        for to in (0..chunk.carriers.len()).filter(wanted) {
+            // SAFETY: my own tensor or staging area stays as it is until this call ends.
+            let payload = unsafe {
+                match (&encoded, &apart) {
+                    (Some(block), _) => context.copy(block.as_ptr(), block.len()),
+                    (None, Some(block)) => context.copy(block.as_ptr(), bytes),
+                    (None, None) => {
+                        let offset = chunk.range.start * self.buffer.dtype.size();
+                        context.lend(self.visible[self.own_seat()].wrapping_add(offset), bytes)
+                    }
+                }
+            };
+            context.send(chunk.carriers[to], Stage::Gather, id, payload);
+        }
+    }
+
+    fn own_seat(&self) -> usize {
+        if self.visible.len() == 1 { 0 } else { self.seat }
+    }
+
+    /// Who keeps us waiting.
+    fn missing(
+        &self,
+        hosts: usize,
+        sums: &HashSet<usize>,
+        results: &HashSet<usize>,
+        pending: &HashMap<usize, Pending>,
+    ) -> Vec<usize> {
+        let absent = |id: &usize, host: &usize| match pending.get(id) {
+            Some(state) => *host >= state.folded && state.sums[*host].is_none(),
+            None => true,
+        };
+        let mut members: Vec<usize> = results.iter().filter_map(|id| Some(self.plan[*id].carriers[self.plan[*id].owner?])).collect();
+        for id in sums {
+            let late = (0..hosts).filter(|host| *host != self.host && absent(id, host));
+            members.extend(late.map(|host| self.plan[*id].carriers[host]));
+        }
+        members.sort_unstable();
+        members.dedup();
+        members
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn chunks_cover_everything_once_and_owners_share_alike(
+            sizes in proptest::collection::vec(1usize..4, 2..5), count in 1usize..20_000, slices in 1usize..5,
+        ) {
+            let mut next = 0..;
+            let layout = Layout { hosts: sizes.iter().map(|n| next.by_ref().take(*n).collect()).collect() };
+            let plan = chunks(&layout, count, 4, 16, slices, 256);
+            let mut owned = vec![0; sizes.len()];
+            let mut at = 0;
+            for chunk in &plan {
+                prop_assert_eq!(chunk.range.start, at);
+                at = chunk.range.end;
+                prop_assert!(chunk.slice < slices && chunk.range.len() <= 64 + 16);
+                prop_assert_eq!(chunk.owner.is_none(), sizes.len() == 2);
+                owned[chunk.owner.unwrap_or(0)] += chunk.range.len();
+            }
+            prop_assert_eq!(at, count);
+            if sizes.len() > 2 {
+                let parts = layout.parts(count, 16).len();
+                let (least, most) = (owned.iter().min().unwrap(), owned.iter().max().unwrap());
+                prop_assert!(most - least <= parts * slices * 64 * 5 + 64, "{owned:?}");
+            }
+        }
+    }
+}

@@ -1,0 +1,272 @@
+//! Collectives: what each computes, by which way the bytes go, and in which order they are summed.
+//!
+//! | file | what | way |
+//! |---|---|---|
+//! | [`all_reduce`] | all_reduce, reduce, barrier | chooses among the ways below by size and place |
+//! | [`local`] | the ranks of one host | slots, or straight in each other's shared memory |
+//! | [`between`] | hosts | exchange (one delay), or scatter and gather (fewest bytes) |
+//! | [`blocks`] | all_gather, gather, scatter, all_to_all, reduce_scatter | whole blocks from rank to rank |
+//! | [`broadcast`] | broadcast | star for short data, chain for long |
+//!
+//! Sums are always: the ranks of a host in ascending order, then the hosts in ascending order, whatever the way.
+//! Every frame and every slot carries the description of the call; it is compared before a byte is believed.
+
+pub mod all_reduce;
+pub mod between;
+pub mod blocks;
+pub mod broadcast;
+pub mod local;
+
+use std::collections::{HashSet, VecDeque};
+
+use offbeat_transport::frame::{FrameKind, Header, Note};
+use offbeat_transport::inbox::{Channel, Delivery, Reception};
+use offbeat_transport::mesh::Mesh;
+use offbeat_transport::outbox::{Outgoing, Payload, Sends};
+use offbeat_transport::roster::Watch;
+use offbeat_transport::shm::team::Team;
+
+use crate::config::Tuning;
+use crate::describe::Description;
+use crate::topology::Layout;
+use crate::{Error, Kind, Result};
+
+/// What a frame of a collective is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Stage {
+    /// No data: "I am in this call".
+    Here = 0,
+    /// A host's share of a sum, to whoever sums it.
+    Scatter = 1,
+    /// A finished sum, from whoever summed it.
+    Gather = 2,
+    /// The shape of a block.
+    Shape = 3,
+    /// A piece of a block.
+    Block = 4,
+}
+
+/// Everything that one call on one rank works with.
+pub(crate) struct Context<'a> {
+    pub(crate) mesh: &'a Mesh,
+    pub(crate) group: u64,
+    pub(crate) sequence: u64,
+    pub(crate) ranks: &'a [u32],
+    /// My place in `ranks`.
+    pub(crate) me: usize,
+    pub(crate) layout: &'a Layout,
+    pub(crate) tuning: Tuning,
+    pub(crate) watch: &'a Watch<'a>,
+    pub(crate) note: Note,
+    /// The members on my host, where there are several.
+    pub(crate) team: Option<&'a mut Team>,
+    /// What other hosts send, where there are several.
+    pub(crate) reception: Option<Reception<'a>>,
+    pub(crate) sends: Sends,
+    /// Members that have announced themselves without data.
+    here: HashSet<usize>,
+    /// Data that came while something else was waited for.
+    early: VecDeque<(usize, Delivery)>,
+}
+
+impl<'a> Context<'a> {
+    #[expect(clippy::too_many_arguments, reason = "one place builds a context from its parts")]
+    pub(crate) fn new(
+        mesh: &'a Mesh,
+        (group, sequence): (u64, u64),
+        ranks: &'a [u32],
+        me: usize,
+        layout: &'a Layout,
+        tuning: Tuning,
+        watch: &'a Watch<'a>,
+        description: Description,
+        team: Option<&'a mut Team>,
+    ) -> Self {
+        let several = layout.hosts.len() > 1;
+        Context {
+            mesh,
+            group,
+            sequence,
+            ranks,
+            me,
+            layout,
+            tuning,
+            watch,
+            note: description.encode(),
+            team,
+            reception: several.then(|| mesh.board().open(Channel::Call(group, sequence))),
+            sends: Sends::default(),
+            here: HashSet::new(),
+            early: VecDeque::new(),
+        }
+    }
+
+    /// The team, where the caller knows that there is one.
+    pub(crate) fn team(&mut self) -> Result<&mut Team> {
+        self.team.as_deref_mut().ok_or_else(|| Error::io("shared memory", "this rank has no team"))
+    }
+
+    /// Meets the team and makes sure that all members are in the same call.
+    pub(crate) fn meet_and_compare(&mut self) -> Result<()> {
+        let watch = self.watch;
+        self.team()?.meet(watch)?;
+        let team = self.team()?;
+        let notes: Vec<(u32, Note)> = (0..team.len()).map(|member| (team.rank(member), team.note(member))).collect();
+        if notes.iter().all(|(_, note)| *note == self.note) {
+            return Ok(());
+        }
+        Err(self.mismatch(&notes))
+    }
+
+    pub(crate) fn meet(&mut self) -> Result<()> {
+        let watch = self.watch;
+        self.team()?.meet(watch)
+    }
+
+    fn mismatch(&self, notes: &[(u32, Note)]) -> Error {
+        let mut lines: Vec<(u32, Note)> = notes.to_vec();
+        lines.sort_by_key(|(rank, _)| *rank);
+        let usual = lines[0].1;
+        let other = lines.iter().find(|(_, note)| *note != usual).map(|(rank, _)| *rank);
+        let text: Vec<String> = lines
+            .iter()
+            .map(|(rank, note)| format!("  {}: {}", self.mesh.roster().card(*rank).name(), Description::decode(note)))
+            .collect();
+        Error {
+            rank: other,
+            ..Error::new(
+                Kind::Mismatch,
+                format!(
+                    "ranks differ in call {} of group {:?}:\n{}\ntry: make the same calls, with the same shapes and types, \
+                     in the same order on every rank of the group",
+                    self.sequence,
+                    self.ranks,
+                    text.join("\n")
+                ),
+            )
+        }
+    }
+
+    fn header(&self, stage: Stage, index: usize) -> Header {
+        Header {
+            stage: stage as u8,
+            group: self.group,
+            sequence: self.sequence,
+            index: index as u32,
+            note: self.note,
+            ..Header::bare(FrameKind::Data)
+        }
+    }
+
+    /// Sends a frame to a member on another host.
+    pub(crate) fn send(&self, to: usize, stage: Stage, index: usize, payload: Payload) {
+        self.mesh.send(self.ranks[to], Outgoing { header: self.header(stage, index), payload });
+    }
+
+    /// Lends memory to a frame.
+    ///
+    /// # Safety
+    /// As for [`Sends::lend`]: the memory stays readable until the context is dropped, and unchanged until it is sent.
+    pub(crate) unsafe fn lend(&mut self, start: *const u8, len: usize) -> Payload {
+        // SAFETY: the caller's promise is passed on.
+        unsafe { self.sends.lend(start, len) }
+    }
+
+    /// A copy of memory for a frame.
+    ///
+    /// # Safety
+    /// `len` bytes at `start` are readable and nobody writes them meanwhile.
+    pub(crate) unsafe fn copy(&self, start: *const u8, len: usize) -> Payload {
+        let mut block = self.mesh.pool().take(len);
+        // SAFETY: the caller's promise.
+        block.extend_from_slice(unsafe { std::slice::from_raw_parts(start, len) });
+        Payload::Owned(block)
+    }
+
+    /// The next frame of this call from another host: which member, and what.
+    pub(crate) fn receive(&mut self, missing: impl Fn() -> Vec<usize>) -> Result<(usize, Delivery)> {
+        loop {
+            if let Some(next) = self.early.pop_front() {
+                return Ok(next);
+            }
+            self.take_one(&missing)?;
+        }
+    }
+
+    /// The next frame, if one is there.
+    pub(crate) fn poll(&mut self) -> Result<Option<(usize, Delivery)>> {
+        while self.early.is_empty() {
+            let Some(delivery) = self.reception.as_ref().and_then(Reception::poll) else { break };
+            self.sort(delivery)?;
+        }
+        Ok(self.early.pop_front())
+    }
+
+    /// Waits until some members have announced themselves.
+    pub(crate) fn hear(&mut self, members: &[usize]) -> Result<()> {
+        loop {
+            let absent: Vec<usize> = members.iter().copied().filter(|m| !self.here.contains(m)).collect();
+            if absent.is_empty() {
+                return Ok(());
+            }
+            self.take_one(&|| absent.clone())?;
+        }
+    }
+
+    fn take_one(&mut self, missing: &dyn Fn() -> Vec<usize>) -> Result<()> {
+        let reception = self.reception.as_ref().ok_or_else(|| Error::io("receiving", "there is one host only"))?;
+        let ranks = || missing().into_iter().map(|member| self.ranks[member]).collect();
+        let delivery = reception.next(self.watch, ranks)?;
+        self.sort(delivery)
+    }
+
+    fn sort(&mut self, delivery: Delivery) -> Result<()> {
+        let (from, delivery) = self.admit(delivery)?;
+        if delivery.header.stage == Stage::Here as u8 {
+            self.here.insert(from);
+        } else {
+            self.early.push_back((from, delivery));
+        }
+        Ok(())
+    }
+
+    fn admit(&self, delivery: Delivery) -> Result<(usize, Delivery)> {
+        if delivery.header.note != self.note {
+            let mine = (self.mesh.me(), self.note);
+            return Err(self.mismatch(&[mine, (delivery.from, delivery.header.note)]));
+        }
+        match self.ranks.iter().position(|rank| *rank == delivery.from) {
+            Some(member) => Ok((member, delivery)),
+            None => Err(self.bad_frame(delivery.from, "it is not in this group")),
+        }
+    }
+
+    pub(crate) fn bad_frame(&self, rank: u32, why: &str) -> Error {
+        let card = self.mesh.roster().card(rank);
+        Error::of_rank(Kind::BadFrame, rank, &card.host, format!("{} sent a frame that does not fit: {why}", card.name()))
+    }
+
+    /// A call in which not every host sends to every other has one rank, the first of the group, hear from all, so that
+    /// no difference goes unnoticed. Call once, when all data has been sent.
+    pub(crate) fn announce(&self) {
+        let (my_host, my_seat) = self.layout.seat(self.me);
+        if my_host != 0 && my_seat == 0 {
+            self.send(self.layout.hosts[0][0], Stage::Here, 0, Payload::Empty);
+        }
+    }
+
+    /// The first of the group waits until the first of every other host has announced itself.
+    pub(crate) fn hear_all(&mut self) -> Result<()> {
+        if self.me != self.layout.hosts[0][0] {
+            return Ok(());
+        }
+        let firsts: Vec<usize> = self.layout.hosts[1..].iter().map(|host| host[0]).collect();
+        self.hear(&firsts)
+    }
+
+    /// Waits until everything lent has left.
+    pub(crate) fn drain(&self) -> Result<()> {
+        self.sends.wait(self.watch)
+    }
+}

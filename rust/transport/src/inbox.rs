@@ -1,0 +1,127 @@
+//! Frames that have arrived, sorted by the operation that waits for them.
+//!
+//! A frame may come before its operation has begun here: an inbox is made by whoever comes first, the reader of the
+//! stream or the operation. One operation drains its inbox in any order it likes.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+
+use crate::frame::Header;
+use crate::pool::Block;
+use crate::roster::Watch;
+use crate::{Result, SLICE};
+
+/// Which operation a frame is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Channel {
+    /// A collective call: its group and its number in it.
+    Call(u64, u64),
+    /// Messages from a rank under a tag.
+    Mail(u32, u64),
+    /// Pieces of a message that a rank offered, by its number.
+    Incoming(u32, u64),
+    /// Answers of a rank to a message that we offered, by its number.
+    Outgoing(u32, u64),
+}
+
+/// A frame that has arrived.
+pub struct Delivery {
+    /// The rank that sent it.
+    pub from: u32,
+    /// Its header.
+    pub header: Header,
+    /// Its body.
+    pub payload: Block,
+}
+
+#[derive(Default)]
+struct Inbox {
+    queue: Mutex<VecDeque<Delivery>>,
+    bell: Condvar,
+}
+
+/// All inboxes of a rank.
+#[derive(Default)]
+pub struct Switchboard {
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    inboxes: HashMap<Channel, Arc<Inbox>>,
+    /// For each group the first call that has not ended; frames for earlier ones are of no use.
+    live: HashMap<u64, u64>,
+}
+
+impl Switchboard {
+    /// Puts a frame into its inbox.
+    pub(crate) fn deliver(&self, channel: Channel, delivery: Delivery) {
+        let inbox = {
+            let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+            if let Channel::Call(group, sequence) = channel
+                && state.live.get(&group).is_some_and(|live| sequence < *live)
+            {
+                return;
+            }
+            Arc::clone(state.inboxes.entry(channel).or_default())
+        };
+        inbox.queue.lock().unwrap_or_else(PoisonError::into_inner).push_back(delivery);
+        inbox.bell.notify_one();
+    }
+
+    /// Opens an inbox; it is closed when the returned value is dropped, unless it is a mail box.
+    pub fn open(&self, channel: Channel) -> Reception<'_> {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let inbox = Arc::clone(state.inboxes.entry(channel).or_default());
+        Reception { board: self, channel, inbox }
+    }
+}
+
+/// The receiving end of an inbox.
+pub struct Reception<'a> {
+    board: &'a Switchboard,
+    channel: Channel,
+    inbox: Arc<Inbox>,
+}
+
+impl Reception<'_> {
+    /// The next frame, if one is there.
+    pub fn poll(&self) -> Option<Delivery> {
+        self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+    }
+
+    /// Waits for the next frame; `missing` names the ranks that are waited for.
+    pub fn next(&self, watch: &Watch<'_>, missing: impl Fn() -> Vec<u32>) -> Result<Delivery> {
+        let mut queue = self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(delivery) = queue.pop_front() {
+                return Ok(delivery);
+            }
+            queue = self.inbox.bell.wait_timeout(queue, SLICE).unwrap_or_else(PoisonError::into_inner).0;
+            if queue.is_empty() {
+                drop(queue);
+                let verdict = watch.check(&missing);
+                queue = self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                // what came before the peer left still counts
+                if queue.is_empty() {
+                    verdict?;
+                }
+            }
+        }
+    }
+}
+
+impl Drop for Reception<'_> {
+    fn drop(&mut self) {
+        let mut state = self.board.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.channel {
+            Channel::Mail(..) => return,
+            Channel::Call(group, sequence) => {
+                let live = state.live.entry(group).or_default();
+                *live = (*live).max(sequence + 1);
+            }
+            Channel::Incoming(..) | Channel::Outgoing(..) => {}
+        }
+        state.inboxes.remove(&self.channel);
+    }
+}

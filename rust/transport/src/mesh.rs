@@ -1,0 +1,602 @@
+//! A rank's links to all others, chosen and built once.
+//!
+//! 1. Every rank leaves its card in the store and reads all others.
+//! 2. Of two ranks, the higher one dials. Ranks under one host label try shared memory first; the outcome goes through the
+//!    store, so that all ranks agree on the teams: either all ranks of a host can reach each other's memory, or they count
+//!    as single ranks and use TCP, with the reason.
+//! 3. All other pairs get TCP streams.
+//! 4. Everyone tells everyone that it is ready; nobody returns before all have. The store is not needed after that.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::sync::{Arc, PoisonError, RwLock};
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
+use tokio::sync::mpsc::{self, UnboundedReceiver};
+use tokio::task::{JoinHandle, JoinSet};
+
+use crate::address::{self, Selector};
+use crate::error::{Error, Kind, Result};
+use crate::frame::{FrameKind, Header};
+use crate::handshake::Purpose;
+use crate::host::Identity;
+use crate::inbox::Switchboard;
+use crate::link::{Hub, Link, LinkKind};
+use crate::outbox::{Outgoing, Payload};
+use crate::pool::Pool;
+use crate::rendezvous::{self, Card, Store};
+use crate::roster::{Roster, Watch};
+use crate::shm::arena::{Arena, Mapping, Piece};
+use crate::shm::attach::{self, Neighbour};
+use crate::shm::team;
+use crate::socket::Socket;
+use crate::tcp::{self, Arrival, Door};
+use crate::{Interrupt, fork};
+
+/// How to link.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// For everyone to come and link.
+    pub connect_timeout: Duration,
+    /// After how long a silent host counts as gone.
+    pub timeout: Duration,
+    /// The job's secret; rank 0 makes one up and spreads it through the store otherwise.
+    pub token: Option<Vec<u8>>,
+    /// Which interfaces to use, see [`Selector`].
+    pub interface: String,
+    /// An address that all ranks can reach, to choose an interface by.
+    pub reach: Option<String>,
+    /// The label of this rank's host instead of its own.
+    pub host: Option<String>,
+    /// Whether to try shared memory.
+    pub shared_memory: bool,
+    /// The size of this rank's arena; pages that are not used cost nothing.
+    pub shared_bytes: u64,
+    /// TCP streams for each pair; chosen by the round trip otherwise.
+    pub streams: Option<u8>,
+    /// The version of the package.
+    pub version: String,
+}
+
+/// How long the last frames may take to be written when a rank leaves.
+const FLUSH: Duration = Duration::from_secs(5);
+
+/// A rank's links to all others.
+pub struct Mesh {
+    me: u32,
+    runtime: Handle,
+    hub: Arc<Hub>,
+    links: RwLock<Vec<Link>>,
+    teams: Vec<Vec<u32>>,
+    neighbours: HashMap<u32, Neighbour>,
+    arena: Arc<Arena>,
+    control: Arc<Piece>,
+    tasks: Vec<JoinHandle<()>>,
+}
+
+impl Mesh {
+    /// Links to all ranks of the world.
+    pub fn connect(
+        runtime: &Handle,
+        store: Option<&dyn Store>,
+        me: u32,
+        world: u32,
+        options: &Options,
+        interrupt: Option<&Interrupt<'_>>,
+    ) -> Result<Self> {
+        let began = Instant::now();
+        let deadline = began + options.connect_timeout;
+        let _inside = runtime.enter();
+        let arena = Arena::new(options.shared_bytes)?;
+        let control = Arc::new(arena.allocate(team::CONTROL)?);
+        team::prepare(&control);
+        let identity = Identity::here(options.host.as_deref());
+        let mut card = Card {
+            version: options.version.clone(),
+            rank: me,
+            pid: std::process::id(),
+            host: identity.host,
+            machine: identity.machine,
+            addresses: Vec::new(),
+            port: 0,
+            socket: String::new(),
+        };
+        let Some(store) = store.filter(|_| world > 1) else {
+            let hub = Hub { roster: Roster::new(me, vec![card]), board: Switchboard::default(), pool: Pool::default() };
+            return Ok(Mesh {
+                me,
+                runtime: runtime.clone(),
+                hub: Arc::new(hub),
+                links: RwLock::new(vec![Link::to_myself()]),
+                teams: vec![vec![me]],
+                neighbours: HashMap::new(),
+                arena,
+                control,
+                tasks: Vec::new(),
+            });
+        };
+
+        let token = rendezvous::agree_on_token(store, me, options.token.as_deref(), deadline)?;
+        let interfaces = address::interfaces()?;
+        let route = options.reach.as_deref().and_then(address::route_to);
+        card.addresses = address::offered(&interfaces, &Selector::parse(&options.interface)?, route)?;
+        let memory = options.shared_memory.then(|| (Arc::clone(&arena), control.offset()));
+        let door = Door { token, me, world, patience: options.timeout, memory };
+        let (arrived, arrivals) = mpsc::unbounded_channel();
+        let (port, listener) = tcp::listen()?;
+        card.port = port;
+        let mut tasks = vec![runtime.spawn(tcp::accept_tcp(listener, door.clone(), arrived.clone()))];
+        if options.shared_memory {
+            let (name, listener) = attach::listen()?;
+            card.socket = name;
+            tasks.push(runtime.spawn(tcp::accept_unix(listener, door.clone(), arrived)));
+        }
+
+        let ranks: Vec<u32> = (0..world).collect();
+        let cards = rendezvous::exchange(store, "card", me, &card.to_bytes(), &ranks, deadline)?;
+        let cards = cards.iter().map(|bytes| Card::from_bytes(bytes)).collect::<Result<Vec<_>>>()?;
+        check_cards(&cards)?;
+
+        let mut lobby = Lobby { arrivals, attached: HashMap::new(), streams: HashMap::new() };
+        let (attached, failures) = run(runtime, interrupt, attach_to_lower(&door, &cards, deadline))?;
+        let report = postcard::to_stdvec(&failures).unwrap_or_default();
+        let reports = rendezvous::exchange(store, "attached", me, &report, &ranks, deadline)?;
+        let mut reasons: HashMap<(u32, u32), String> = HashMap::new();
+        for (rank, report) in ranks.iter().zip(&reports) {
+            let failed: Vec<(u32, String)> = postcard::from_bytes(report).unwrap_or_default();
+            reasons.extend(failed.into_iter().map(|(lower, why)| ((lower, *rank), why)));
+        }
+        let hosts: Vec<&str> = cards.iter().map(|c| c.host.as_str()).collect();
+        let teams = teams(&hosts, |lower, higher| reasons.contains_key(&(lower, higher)));
+
+        let my_team = teams.iter().find(|team| team.contains(&me)).cloned().unwrap_or_default();
+        let tcp_peers: Vec<u32> = ranks.iter().copied().filter(|r| !my_team.contains(r)).collect();
+        let choose = {
+            let given = options.streams;
+            move |round_trip| Purpose::Stream { number: 0, of: given.unwrap_or_else(|| streams_for(round_trip)) }
+        };
+        let dial = async {
+            let dialed = dial_lower(&door, &cards, &interfaces, &tcp_peers, choose, deadline).await?;
+            let attached_to = my_team.iter().copied().filter(|r| *r > me);
+            let streams_from = tcp_peers.iter().copied().filter(|r| *r > me);
+            lobby.wait(&cards, attached_to.collect(), streams_from.collect(), deadline, began).await?;
+            Ok(dialed)
+        };
+        let dialed = run(runtime, interrupt, dial)?;
+
+        let hub = Arc::new(Hub {
+            roster: Roster::new(me, cards),
+            board: Switchboard::default(),
+            pool: Pool::default(),
+        });
+        let mut mesh = Mesh {
+            me,
+            runtime: runtime.clone(),
+            hub,
+            links: RwLock::new(Vec::new()),
+            teams,
+            neighbours: HashMap::new(),
+            arena,
+            control,
+            tasks,
+        };
+        mesh.start_links(attached, dialed, lobby, &reasons, my_team);
+        for rank in ranks.iter().filter(|r| **r != me) {
+            mesh.tell(*rank, Header::bare(FrameKind::Ready), &[]);
+        }
+        let what = || "linking to all ranks".to_owned();
+        mesh.hub.roster.wait_until_ready(&Watch {
+            roster: &mesh.hub.roster,
+            group: 0,
+            members: &ranks,
+            deadline,
+            patience: options.connect_timeout,
+            interrupt,
+            what: &what,
+        })?;
+        Ok(mesh)
+    }
+
+    fn start_links(
+        &mut self,
+        attached: HashMap<u32, (Socket, Neighbour)>,
+        mut dialed: HashMap<u32, Vec<Socket>>,
+        mut lobby: Lobby,
+        reasons: &HashMap<(u32, u32), String>,
+        my_team: Vec<u32>,
+    ) {
+        let mut attached: HashMap<_, _> = attached.into_iter().chain(lobby.attached.drain()).collect();
+        let mut links = Vec::new();
+        for rank in 0..self.world() {
+            let roster = &self.hub.roster;
+            let link = if rank == self.me {
+                Link::to_myself()
+            } else if my_team.contains(&rank)
+                && let Some((socket, neighbour)) = attached.remove(&rank)
+            {
+                self.tasks.extend(watch_process(&self.runtime, &self.hub, rank, &socket));
+                self.neighbours.insert(rank, neighbour);
+                let why = format!("same host {}, attaching proven", roster.card(rank).host);
+                Link::start(&self.runtime, &self.hub, rank, LinkKind::SharedMemory, why, vec![socket])
+            } else {
+                let sockets = dialed.remove(&rank).or_else(|| lobby.take_streams(rank)).unwrap_or_default();
+                let pair = (self.me.min(rank), self.me.max(rank));
+                let why = if roster.card(rank).host != roster.card(self.me).host {
+                    "another host".to_owned()
+                } else if let Some(reason) = reasons.get(&pair) {
+                    format!("same host, but no shared memory: {reason}")
+                } else {
+                    "same host, but other ranks there have no shared memory".to_owned()
+                };
+                Link::start(&self.runtime, &self.hub, rank, LinkKind::Tcp, why, sockets)
+            };
+            links.push(link);
+        }
+        self.links = RwLock::new(links);
+    }
+
+    /// This rank.
+    pub fn me(&self) -> u32 {
+        self.me
+    }
+
+    /// How many ranks there are.
+    pub fn world(&self) -> u32 {
+        self.teams.iter().map(|team| team.len() as u32).sum()
+    }
+
+    /// The ranks that share memory, in ascending order, sorted by their first rank. A rank on its own is a team of one.
+    pub fn teams(&self) -> &[Vec<u32>] {
+        &self.teams
+    }
+
+    /// Who is still there.
+    pub fn roster(&self) -> &Roster {
+        &self.hub.roster
+    }
+
+    /// Where frames arrive.
+    pub fn board(&self) -> &Switchboard {
+        &self.hub.board
+    }
+
+    /// Buffers for reuse.
+    pub fn pool(&self) -> &Pool {
+        &self.hub.pool
+    }
+
+    /// This rank's shared memory.
+    pub fn arena(&self) -> &Arc<Arena> {
+        &self.arena
+    }
+
+    /// The memory of a rank of my team, and the offset of its control block for the world.
+    pub fn memory_of(&self, rank: u32) -> Option<(Arc<Mapping>, usize)> {
+        if rank == self.me {
+            return Some((Arc::clone(self.arena.mapping()), self.control.offset()));
+        }
+        self.neighbours.get(&rank).map(|n| (Arc::clone(&n.memory), n.control))
+    }
+
+    /// Calls `look` with the link to each rank.
+    pub fn each_link(&self, mut look: impl FnMut(u32, &Link)) {
+        let links = self.links.read().unwrap_or_else(PoisonError::into_inner);
+        links.iter().enumerate().for_each(|(rank, link)| look(rank as u32, link));
+    }
+
+    /// Sends a frame; never blocks.
+    pub fn send(&self, to: u32, frame: Outgoing) {
+        let links = self.links.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(link) = links.get(to as usize) {
+            link.send(frame);
+        }
+    }
+
+    /// Sends a short frame with a copy of `bytes`.
+    pub fn tell(&self, to: u32, header: Header, bytes: &[u8]) {
+        let payload = if bytes.is_empty() {
+            Payload::Empty
+        } else {
+            let mut block = self.hub.pool.take(bytes.len());
+            block.extend_from_slice(bytes);
+            Payload::Owned(block)
+        };
+        self.send(to, Outgoing { header, payload });
+    }
+
+    /// A group has failed here: tells its members, and gives the story that stands.
+    pub fn poison(&self, group: u64, members: &[u32], error: &Error) -> Error {
+        let story = self.hub.roster.poison(group, error);
+        let header = Header { group, ..Header::bare(FrameKind::Poison) };
+        for rank in members.iter().filter(|r| **r != self.me) {
+            self.tell(*rank, header, &story.to_bytes());
+        }
+        story
+    }
+
+    /// Tells everyone why this rank is about to die.
+    pub fn fail(&self, cause: &str) {
+        let card = self.hub.roster.card(self.me);
+        let message = format!("{} raised {cause}; try: fix it there, the other ranks only report it", card.name());
+        let story = Error {
+            cause: cause.to_owned(),
+            ..Error::of_rank(Kind::PeerFailed, self.me, &card.host, message)
+        };
+        for rank in (0..self.world()).filter(|r| *r != self.me) {
+            self.tell(rank, Header::bare(FrameKind::Failed), &story.to_bytes());
+        }
+    }
+
+    /// Says goodbye and waits, for a short while, until everything is written.
+    pub fn leave(&self, why: &str) {
+        for rank in (0..self.world()).filter(|r| *r != self.me) {
+            self.tell(rank, Header::bare(FrameKind::Goodbye), why.as_bytes());
+        }
+        self.hub.roster.close();
+        let mut links = self.links.write().unwrap_or_else(PoisonError::into_inner);
+        let writers: Vec<_> = links.iter_mut().flat_map(Link::close).collect();
+        drop(links);
+        let flush = async {
+            for writer in writers {
+                let _ = writer.await;
+            }
+        };
+        if self.runtime.block_on(async { tokio::time::timeout(FLUSH, flush).await }).is_err() {
+            log::warn!("rank {} left before everything it sent was taken by its peers", self.me);
+        }
+        self.tasks.iter().for_each(JoinHandle::abort);
+    }
+}
+
+/// Several streams help where one cannot fill the wire: when the round trip is long, one window or one loss holds it up.
+fn streams_for(round_trip: Duration) -> u8 {
+    if round_trip > Duration::from_millis(2) { 4 } else { 1 }
+}
+
+/// The ranks that share memory: those under one label, if every pair of them attached.
+fn teams(hosts: &[&str], failed: impl Fn(u32, u32) -> bool) -> Vec<Vec<u32>> {
+    let mut by_host: Vec<(&str, Vec<u32>)> = Vec::new();
+    for (rank, host) in hosts.iter().enumerate() {
+        match by_host.iter_mut().find(|(label, _)| label == host) {
+            Some((_, ranks)) => ranks.push(rank as u32),
+            None => by_host.push((host, vec![rank as u32])),
+        }
+    }
+    let mut teams = Vec::new();
+    for (_, ranks) in by_host {
+        let pairs = ranks.iter().flat_map(|a| ranks.iter().map(move |b| (*a, *b)));
+        if pairs.filter(|(a, b)| a < b).any(|(a, b)| failed(a, b)) {
+            teams.extend(ranks.into_iter().map(|rank| vec![rank]));
+        } else {
+            teams.push(ranks);
+        }
+    }
+    teams.sort_by_key(|team| team[0]);
+    teams
+}
+
+fn check_cards(cards: &[Card]) -> Result<()> {
+    let first = &cards[0];
+    for (rank, card) in cards.iter().enumerate() {
+        if card.version != first.version || card.rank as usize != rank {
+            return Err(Error::of_rank(
+                Kind::Mismatch,
+                card.rank,
+                &card.host,
+                format!(
+                    "{} has offbeat {} and {} has {}; try: install the same version on every host",
+                    first.name(),
+                    first.version,
+                    card.name(),
+                    card.version
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Runs a future on this thread, and lets the caller's signal handlers run now and then.
+fn run<T>(runtime: &Handle, interrupt: Option<&Interrupt<'_>>, work: impl Future<Output = Result<T>>) -> Result<T> {
+    runtime.block_on(async {
+        tokio::pin!(work);
+        loop {
+            tokio::select! {
+                done = &mut work => return done,
+                () = tokio::time::sleep(Duration::from_millis(100)) => interrupt.map_or(Ok(()), |check| check())?,
+            }
+        }
+    })
+}
+
+type Attached = HashMap<u32, (Socket, Neighbour)>;
+
+/// Tries shared memory with every lower rank under the same label: what worked, and why the rest did not.
+async fn attach_to_lower(door: &Door, cards: &[Card], deadline: Instant) -> Result<(Attached, Vec<(u32, String)>)> {
+    let (mut attached, mut failures) = (HashMap::new(), Vec::new());
+    let mine = &cards[door.me as usize];
+    for card in cards.iter().filter(|c| c.rank < door.me && c.host == mine.host) {
+        let attempt = async {
+            let Some((arena, control)) = &door.memory else {
+                return Err(Error::unsupported(format!("switched off on rank {} (OFFBEAT_SHM=0)", door.me)));
+            };
+            if card.socket.is_empty() {
+                return Err(Error::unsupported(format!("switched off on rank {} (OFFBEAT_SHM=0)", card.rank)));
+            }
+            let socket = attach::connect(&card.socket)?;
+            tcp::introduce(&socket, door, card.rank, |_| Purpose::Attach).await?;
+            let neighbour = attach::swap(&socket, arena, *control).await?;
+            Ok((socket, neighbour))
+        };
+        let limit = deadline.saturating_duration_since(Instant::now());
+        match tokio::time::timeout(limit, attempt).await {
+            Ok(Ok(neighbour)) => {
+                attached.insert(card.rank, neighbour);
+            }
+            Ok(Err(error)) => failures.push((card.rank, error.message)),
+            Err(_) => failures.push((card.rank, "no answer on its Unix socket".to_owned())),
+        }
+    }
+    Ok((attached, failures))
+}
+
+/// Dials every lower rank that is not in my team; the first stream tells how many more there should be.
+async fn dial_lower(
+    door: &Door,
+    cards: &[Card],
+    interfaces: &[address::Interface],
+    peers: &[u32],
+    choose: impl Fn(Duration) -> Purpose + Copy + Send + Sync + 'static,
+    deadline: Instant,
+) -> Result<HashMap<u32, Vec<Socket>>> {
+    let mut dials = JoinSet::new();
+    for card in peers.iter().filter(|r| **r < door.me).map(|r| &cards[*r as usize]) {
+        let same_machine = card.machine == cards[door.me as usize].machine;
+        let addresses = address::candidates(interfaces, &card.addresses, card.port, same_machine);
+        let (door, card) = (door.clone(), card.clone());
+        dials.spawn(async move {
+            let unreachable = |error: Error| unreachable_peer(&card, door.me, &error);
+            let (first, address, purpose) =
+                tcp::dial(&door, card.rank, &addresses, choose, deadline).await.map_err(unreachable)?;
+            let Purpose::Stream { of, .. } = purpose else { return Ok((card.rank, vec![first])) };
+            let mut sockets = vec![first];
+            for number in 1..of {
+                let purpose = move |_| Purpose::Stream { number, of };
+                let (socket, ..) =
+                    tcp::dial(&door, card.rank, &[address], purpose, deadline).await.map_err(unreachable)?;
+                sockets.push(socket);
+            }
+            Ok((card.rank, sockets))
+        });
+    }
+    let mut dialed = HashMap::new();
+    while let Some(done) = dials.join_next().await {
+        let (rank, sockets) = done.map_err(|e| Error::io("a dialing task ended", e))??;
+        dialed.insert(rank, sockets);
+    }
+    Ok(dialed)
+}
+
+fn unreachable_peer(card: &Card, me: u32, error: &Error) -> Error {
+    let tried = if error.kind == Kind::Unauthorized { "refused" } else { "could not reach" };
+    Error::of_rank(
+        error.kind,
+        card.rank,
+        &card.host,
+        format!(
+            "rank {me} {tried} {} at {}; try: choose an interface that both hosts share with OFFBEAT_SOCKET_IFNAME (as \
+             10.0.0.0/8 or eth0), open the firewall between them, and run `offbeat doctor`",
+            card.name(),
+            error.message
+        ),
+    )
+}
+
+/// Connections from higher ranks, until all have come.
+struct Lobby {
+    arrivals: UnboundedReceiver<Arrival>,
+    attached: Attached,
+    streams: HashMap<u32, Vec<Option<Socket>>>,
+}
+
+impl Lobby {
+    async fn wait(
+        &mut self,
+        cards: &[Card],
+        attach: Vec<u32>,
+        stream: Vec<u32>,
+        deadline: Instant,
+        began: Instant,
+    ) -> Result<()> {
+        loop {
+            let attached = attach.iter().all(|r| self.attached.contains_key(r));
+            let complete = |r: &&u32| !self.streams.get(r).is_some_and(|s| s.iter().all(Option::is_some));
+            let missing: Vec<u32> = stream.iter().filter(complete).copied().collect();
+            if attached && missing.is_empty() {
+                return Ok(());
+            }
+            let limit = deadline.saturating_duration_since(Instant::now());
+            match tokio::time::timeout(limit, self.arrivals.recv()).await {
+                Ok(Some(arrival)) => self.seat(arrival),
+                Ok(None) | Err(_) => {
+                    let late = missing.first().or_else(|| attach.iter().find(|r| !self.attached.contains_key(r)));
+                    let card = &cards[late.copied().unwrap_or_default() as usize];
+                    return Err(Error::of_rank(
+                        Kind::Timeout,
+                        card.rank,
+                        &card.host,
+                        format!(
+                            "{} did not link within {:.1} s; try: read its output, open the firewall between the hosts, or \
+                             raise connect_timeout (OFFBEAT_CONNECT_TIMEOUT)",
+                            card.name(),
+                            began.elapsed().as_secs_f64()
+                        ),
+                    ));
+                }
+            }
+        }
+    }
+
+    fn seat(&mut self, arrival: Arrival) {
+        match (arrival.intro.purpose, arrival.neighbour) {
+            (Purpose::Attach, Some(neighbour)) => {
+                self.attached.insert(arrival.intro.from, (arrival.socket, neighbour));
+            }
+            (Purpose::Attach, None) => {}
+            (Purpose::Stream { number, of }, _) => {
+                let streams = self.streams.entry(arrival.intro.from).or_default();
+                streams.resize_with(usize::from(of), || None);
+                streams[usize::from(number)] = Some(arrival.socket);
+            }
+        }
+    }
+
+    fn take_streams(&mut self, rank: u32) -> Option<Vec<Socket>> {
+        self.streams.remove(&rank).map(|streams| streams.into_iter().flatten().collect())
+    }
+}
+
+/// Watches a neighbour's process: its sockets may live on in children that it forked, its process does not.
+fn watch_process(runtime: &Handle, hub: &Arc<Hub>, rank: u32, socket: &Socket) -> Option<JoinHandle<()>> {
+    let pid = socket.as_unix()?.peer_cred().ok()?.pid()?;
+    let pid = rustix::process::Pid::from_raw(pid)?;
+    let descriptor = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::NONBLOCK).ok()?;
+    let hub = Arc::clone(hub);
+    Some(runtime.spawn(async move {
+        // SAFETY: the descriptor is owned by the `AsyncFd`, which keeps it open for as long as it is registered.
+        let Ok(process) = (unsafe { tokio::io::unix::AsyncFd::register(descriptor) }) else { return };
+        if process.readable().await.is_ok() {
+            // a goodbye or the story of a failure may still be on its way
+            tokio::time::sleep(Duration::from_millis(200)).await;
+            hub.roster.lost(rank, "its process ended without a goodbye (killed or crashed?)");
+        }
+    }))
+}
+
+impl Drop for Mesh {
+    fn drop(&mut self) {
+        if !fork::in_child() {
+            self.hub.roster.close();
+            self.tasks.iter().for_each(JoinHandle::abort);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_host_is_a_team_only_if_all_pairs_attached() {
+        let hosts = ["a", "b", "a", "b", "a"];
+        assert_eq!(teams(&hosts, |_, _| false), [vec![0, 2, 4], vec![1, 3]]);
+        assert_eq!(teams(&hosts, |low, high| (low, high) == (0, 4)), [vec![0], vec![1, 3], vec![2], vec![4]]);
+    }
+
+    #[test]
+    fn long_round_trips_get_more_streams() {
+        assert_eq!(streams_for(Duration::from_micros(80)), 1);
+        assert_eq!(streams_for(Duration::from_millis(10)), 4);
+    }
+}

@@ -1,0 +1,260 @@
+//! Who is still there, and the verdict that every wait asks for.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::error::{Error, Kind, Result};
+use crate::rendezvous::Card;
+use crate::{Interrupt, SLICE};
+
+/// What is known of a peer.
+#[derive(Clone, Debug)]
+enum Presence {
+    /// Linked, but its own links are not all up.
+    Linking,
+    /// At work.
+    Here,
+    /// Said goodbye; frames may still be on their way.
+    Leaving(String),
+    /// Said goodbye, and everything that it sent has arrived.
+    Left(String),
+    /// Dead, cut off or failed.
+    Gone(Error),
+}
+
+/// What is known of all ranks.
+pub struct Roster {
+    me: u32,
+    cards: Vec<Card>,
+    /// Whether anything has happened that a verdict must look at; most calls see that nothing has.
+    trouble: AtomicBool,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    presence: Vec<Presence>,
+    streams: Vec<usize>,
+    poisons: HashMap<u64, Error>,
+    closing: bool,
+}
+
+impl Roster {
+    pub(crate) fn new(me: u32, cards: Vec<Card>) -> Self {
+        let presence = cards.iter().map(|c| if c.rank == me { Presence::Here } else { Presence::Linking }).collect();
+        let streams = vec![0; cards.len()];
+        let state = State { presence, streams, poisons: HashMap::new(), closing: false };
+        Roster { me, cards, trouble: AtomicBool::new(false), state: Mutex::new(state), changed: Condvar::new() }
+    }
+
+    /// What a rank says of itself.
+    pub fn card(&self, rank: u32) -> &Card {
+        &self.cards[rank as usize]
+    }
+
+    /// This rank.
+    pub fn me(&self) -> u32 {
+        self.me
+    }
+
+    fn change(&self, act: impl FnOnce(&mut State)) {
+        let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if !state.closing {
+            act(&mut state);
+            let present = |p: &Presence| matches!(p, Presence::Here | Presence::Linking);
+            if !state.poisons.is_empty() || !state.presence.iter().all(present) {
+                self.trouble.store(true, Ordering::Release);
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    /// From now on nothing that peers do is news.
+    pub(crate) fn close(&self) {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).closing = true;
+    }
+
+    pub(crate) fn stream_opened(&self, rank: u32) {
+        self.change(|state| state.streams[rank as usize] += 1);
+    }
+
+    /// A stream ended; once all have, a peer that said goodbye has left.
+    pub(crate) fn stream_ended(&self, rank: u32) {
+        self.change(|state| {
+            let at = rank as usize;
+            state.streams[at] = state.streams[at].saturating_sub(1);
+            if let (0, Presence::Leaving(why)) = (state.streams[at], &state.presence[at]) {
+                state.presence[at] = Presence::Left(why.clone());
+            }
+        });
+    }
+
+    pub(crate) fn ready(&self, rank: u32) {
+        self.change(|state| {
+            if matches!(state.presence[rank as usize], Presence::Linking) {
+                state.presence[rank as usize] = Presence::Here;
+            }
+        });
+    }
+
+    pub(crate) fn goodbye(&self, rank: u32, why: String) {
+        self.change(|state| {
+            if !matches!(state.presence[rank as usize], Presence::Gone(_)) {
+                state.presence[rank as usize] = Presence::Leaving(why);
+            }
+        });
+    }
+
+    /// Whether a peer has said goodbye or is known to be gone.
+    pub(crate) fn is_accounted_for(&self, rank: u32) -> bool {
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        !matches!(state.presence[rank as usize], Presence::Here | Presence::Linking) || state.closing
+    }
+
+    /// A peer is dead or unreachable; what was known before stands.
+    pub(crate) fn lost(&self, rank: u32, how: &str) {
+        let error = lost(self.card(rank), how);
+        self.change(|state| match state.presence[rank as usize] {
+            Presence::Here | Presence::Linking => state.presence[rank as usize] = Presence::Gone(error),
+            // it will send nothing more, whatever its streams say
+            Presence::Leaving(ref why) => state.presence[rank as usize] = Presence::Left(why.clone()),
+            Presence::Left(_) | Presence::Gone(_) => {}
+        });
+    }
+
+    /// A peer told why it is about to die, or broke the protocol.
+    pub(crate) fn failed(&self, rank: u32, error: Error) {
+        self.change(|state| {
+            if !matches!(state.presence[rank as usize], Presence::Gone(_)) {
+                state.presence[rank as usize] = Presence::Gone(error);
+            }
+        });
+    }
+
+    /// A group has failed; the first story stands, and is returned.
+    pub fn poison(&self, group: u64, error: &Error) -> Error {
+        self.change(|state| {
+            state.poisons.entry(group).or_insert_with(|| error.clone());
+        });
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        state.poisons.get(&group).unwrap_or(error).clone()
+    }
+
+    /// Waits until every rank has linked to every other.
+    pub(crate) fn wait_until_ready(&self, watch: &Watch<'_>) -> Result<()> {
+        loop {
+            let linking: Vec<u32> = {
+                let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+                let (state, _) = self
+                    .changed
+                    .wait_timeout_while(state, SLICE, |s| s.presence.iter().any(|p| matches!(p, Presence::Linking)))
+                    .unwrap_or_else(PoisonError::into_inner);
+                let linking = state.presence.iter().zip(&self.cards).filter(|(p, _)| matches!(p, Presence::Linking));
+                linking.map(|(_, card)| card.rank).collect()
+            };
+            if linking.is_empty() {
+                return Ok(());
+            }
+            watch.check(|| linking.clone())?;
+        }
+    }
+
+    /// Whether a group of ranks can go on: the story of its failure, or of a member that is not there any more.
+    pub fn verdict(&self, group: u64, members: &[u32]) -> Result<()> {
+        if !self.trouble.load(Ordering::Acquire) {
+            return Ok(());
+        }
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(error) = state.poisons.get(&group) {
+            return Err(error.clone());
+        }
+        for &rank in members {
+            match &state.presence[rank as usize] {
+                Presence::Gone(error) => return Err(error.clone()),
+                Presence::Left(why) => return Err(left(self.card(rank), why)),
+                Presence::Linking | Presence::Here | Presence::Leaving(_) => {}
+            }
+        }
+        Ok(())
+    }
+}
+
+fn lost(card: &Card, how: &str) -> Error {
+    Error::of_rank(
+        Kind::PeerLost,
+        card.rank,
+        &card.host,
+        format!(
+            "{} is gone: {how}; try: read the end of its output, and the kernel log of its host for the \
+             out-of-memory killer",
+            card.name()
+        ),
+    )
+}
+
+fn left(card: &Card, why: &str) -> Error {
+    Error::of_rank(
+        Kind::PeerLost,
+        card.rank,
+        &card.host,
+        format!(
+            "{} has left ({why}) while others still wait for it; try: let every rank make the same calls before it ends",
+            card.name()
+        ),
+    )
+}
+
+/// Everything that can end a wait early: a failed group, a lost member, the deadline, a signal.
+pub struct Watch<'a> {
+    /// Whom to ask.
+    pub roster: &'a Roster,
+    /// The group of the operation.
+    pub group: u64,
+    /// Its members.
+    pub members: &'a [u32],
+    /// When to give up.
+    pub deadline: Instant,
+    /// How long that was at the start.
+    pub patience: Duration,
+    /// Lets the caller's signal handlers run; an error from it ends the wait.
+    pub interrupt: Option<&'a Interrupt<'a>>,
+    /// What is being done, for messages.
+    pub what: &'a dyn Fn() -> String,
+}
+
+impl Watch<'_> {
+    /// The verdict; `missing` names the ranks that are waited for.
+    pub fn check(&self, missing: impl Fn() -> Vec<u32>) -> Result<()> {
+        self.roster.verdict(self.group, self.members)?;
+        if let Some(interrupt) = self.interrupt {
+            interrupt()?;
+        }
+        if Instant::now() < self.deadline {
+            return Ok(());
+        }
+        let missing = missing();
+        let names: Vec<String> = missing.iter().take(8).map(|r| self.roster.card(*r).name()).collect();
+        let who = match names.len() {
+            0 => "the network takes no more data".to_owned(),
+            _ => format!("{}{} did not answer", names.join(", "), if missing.len() > 8 { ", …" } else { "" }),
+        };
+        let me = self.roster.card(self.roster.me);
+        let host = missing.first().map(|r| self.roster.card(*r).host.clone()).unwrap_or_default();
+        Err(Error {
+            rank: missing.first().copied(),
+            host,
+            ..Error::new(
+                Kind::Timeout,
+                format!(
+                    "{who} within {:.1} s while {} was in {}; try: look for a rank that is stuck or skipped this call, or \
+                     raise timeout (OFFBEAT_TIMEOUT)",
+                    self.patience.as_secs_f64(),
+                    me.name(),
+                    (self.what)()
+                ),
+            )
+        })
+    }
+}

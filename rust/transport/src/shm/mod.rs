@@ -1,0 +1,11 @@
+//! Shared memory between the ranks of one host.
+//!
+//! Each rank owns an arena: one sealed memfd, mapped by all its neighbours while linking, so that no descriptor travels
+//! later. Tensors, staging areas and the control blocks of groups are allocated in it ([`space`]); neighbours reach them
+//! by offset. A [`team`] is the ranks of a group on one host; its members keep step by the protocol of [`step`].
+
+pub mod arena;
+pub(crate) mod attach;
+pub mod space;
+pub mod step;
+pub mod team;

@@ -1,0 +1,131 @@
+//! A connected stream, TCP or Unix, that one task reads while another writes.
+
+use std::io::{self, ErrorKind, IoSlice};
+use std::os::fd::AsRawFd;
+use std::time::Duration;
+
+use bytes::BufMut;
+use socket2::{SockRef, TcpKeepalive};
+use tokio::net::{TcpStream, UnixStream};
+
+use crate::fork::ClosedInChild;
+
+/// A connected stream. Field order matters: the registration goes before the descriptor is closed.
+#[derive(Debug)]
+pub(crate) struct Socket {
+    _registered: ClosedInChild,
+    stream: Stream,
+}
+
+#[derive(Debug)]
+enum Stream {
+    Tcp(TcpStream),
+    Unix(UnixStream),
+}
+
+/// Does one system call once the socket is ready for it, again and again until it does not block.
+macro_rules! when_ready {
+    ($self:ident, $ready:ident, $stream:ident => $call:expr) => {
+        loop {
+            let result = match &$self.stream {
+                Stream::Tcp($stream) => {
+                    $stream.$ready().await?;
+                    $call
+                }
+                Stream::Unix($stream) => {
+                    $stream.$ready().await?;
+                    $call
+                }
+            };
+            match result {
+                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
+                result => break result,
+            }
+        }
+    };
+}
+
+impl Socket {
+    /// A TCP stream that notices within about `patience` that the peer's host or the cable is gone. The peer's kernel
+    /// answers for a process that is merely slow, so a slow rank is not taken for a dead one.
+    pub(crate) fn tcp(stream: TcpStream, patience: Duration) -> io::Result<Self> {
+        stream.set_nodelay(true)?;
+        let socket = SockRef::from(&stream);
+        let probe = (patience / 4).max(Duration::from_secs(1));
+        socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(3))?;
+        #[cfg(target_os = "linux")]
+        socket.set_tcp_user_timeout(Some(patience.max(Duration::from_secs(2))))?;
+        Ok(Socket { _registered: ClosedInChild::new(stream.as_raw_fd()), stream: Stream::Tcp(stream) })
+    }
+
+    /// A Unix stream.
+    pub(crate) fn unix(stream: UnixStream) -> Self {
+        Socket { _registered: ClosedInChild::new(stream.as_raw_fd()), stream: Stream::Unix(stream) }
+    }
+
+    /// The Unix stream inside, to pass descriptors over.
+    pub(crate) fn as_unix(&self) -> Option<&UnixStream> {
+        match &self.stream {
+            Stream::Unix(stream) => Some(stream),
+            Stream::Tcp(_) => None,
+        }
+    }
+
+    /// The addresses of both ends, empty for Unix.
+    pub(crate) fn addresses(&self) -> (String, String) {
+        let text = |address: io::Result<std::net::SocketAddr>| match address {
+            Ok(address) => crate::tcp::plain(address).to_string(),
+            Err(_) => String::new(),
+        };
+        match &self.stream {
+            Stream::Tcp(stream) => (text(stream.local_addr()), text(stream.peer_addr())),
+            Stream::Unix(_) => Default::default(),
+        }
+    }
+
+    /// Reads what is there, at least one byte, into the free part of `buffer`; 0 is the end of the stream.
+    pub(crate) async fn read_some(&self, buffer: &mut impl BufMut) -> io::Result<usize> {
+        when_ready!(self, readable, stream => stream.try_read_buf(buffer))
+    }
+
+    /// Reads exactly `N` bytes.
+    pub(crate) async fn read_array<const N: usize>(&self) -> io::Result<[u8; N]> {
+        let mut array = [0; N];
+        let mut free = &mut array[..];
+        while free.has_remaining_mut() {
+            if self.read_some(&mut free).await? == 0 {
+                return Err(ErrorKind::UnexpectedEof.into());
+            }
+        }
+        Ok(array)
+    }
+
+    /// Writes some of what `next` gives. It is called anew for each attempt and its memory is touched during that call
+    /// only, so the owner may take it back between attempts.
+    pub(crate) async fn write_some<F>(&self, mut next: F) -> io::Result<usize>
+    where
+        F: FnMut(&mut dyn FnMut(&[IoSlice<'_>]) -> io::Result<usize>) -> io::Result<usize>,
+    {
+        when_ready!(self, writable, stream => next(&mut |slices| stream.try_write_vectored(slices)))
+    }
+
+    /// Writes all bytes.
+    pub(crate) async fn write_all(&self, mut bytes: &[u8]) -> io::Result<()> {
+        while !bytes.is_empty() {
+            let written = self.write_some(|write| write(&[IoSlice::new(bytes)])).await?;
+            bytes = &bytes[written..];
+        }
+        Ok(())
+    }
+
+    /// Says that nothing more will be written.
+    pub(crate) fn finish_writing(&self) {
+        let result = match &self.stream {
+            Stream::Tcp(stream) => SockRef::from(stream).shutdown(std::net::Shutdown::Write),
+            Stream::Unix(stream) => SockRef::from(stream).shutdown(std::net::Shutdown::Write),
+        };
+        if let Err(error) = result {
+            log::debug!("shutting a stream down: {error}");
+        }
+    }
+}

@@ -1,0 +1,269 @@
+//! Listening and dialing: proven connections, over whichever address works first.
+
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use socket2::{Domain, Protocol, Type};
+use tokio::net::{TcpListener, TcpStream, UnixListener};
+use tokio::sync::{Semaphore, mpsc};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use crate::error::{Error, Kind, Result};
+use crate::handshake::{self, Intro, Purpose, Token, WELCOME};
+use crate::shm::arena::Arena;
+use crate::shm::attach::{self, Neighbour};
+use crate::socket::Socket;
+
+/// A stranger gets this long to prove itself.
+const PROOF_TIME: Duration = Duration::from_secs(10);
+/// Unproven connections at one time; more are turned away.
+const STRANGERS: usize = 256;
+/// The next address is tried when this one has not answered for so long.
+const STAGGER: Duration = Duration::from_millis(250);
+
+/// A connection whose dialer has proven the token.
+pub(crate) struct Arrival {
+    pub(crate) intro: Intro,
+    pub(crate) socket: Socket,
+    /// For a connection that attaches: the dialer's memory.
+    pub(crate) neighbour: Option<Neighbour>,
+}
+
+/// What every proof needs.
+#[derive(Clone)]
+pub(crate) struct Door {
+    pub(crate) token: Token,
+    pub(crate) me: u32,
+    pub(crate) world: u32,
+    /// After how long a silent host counts as gone.
+    pub(crate) patience: Duration,
+    /// The memory to offer to neighbours, and where the world's control block is in it.
+    pub(crate) memory: Option<(Arc<Arena>, usize)>,
+}
+
+/// Listens on a free port of every address, IPv6 and IPv4 where the host has both.
+pub(crate) fn listen() -> Result<(u16, TcpListener)> {
+    let open = |domain, address: SocketAddr| -> std::io::Result<TcpListener> {
+        let socket = socket2::Socket::new(domain, Type::STREAM, Some(Protocol::TCP))?;
+        if address.is_ipv6() {
+            socket.set_only_v6(false)?;
+        }
+        socket.bind(&address.into())?;
+        socket.listen(1024)?;
+        socket.set_nonblocking(true)?;
+        TcpListener::from_std(socket.into())
+    };
+    let listener = open(Domain::IPV6, (Ipv6Addr::UNSPECIFIED, 0).into())
+        .or_else(|_| open(Domain::IPV4, (Ipv4Addr::UNSPECIFIED, 0).into()))
+        .map_err(|e| Error::io("cannot listen on a TCP port", e))?;
+    let port = listener.local_addr().map_err(|e| Error::io("cannot read the port", e))?.port();
+    Ok((port, listener))
+}
+
+/// An IPv4 address in IPv6 clothes, undressed.
+pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
+/// Lets proven dialers in for ever; strangers are logged and dropped.
+pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
+    let strangers = Arc::new(Semaphore::new(STRANGERS));
+    loop {
+        match listener.accept().await {
+            Ok((stream, address)) => match Socket::tcp(stream, door.patience) {
+                Ok(socket) => admit(socket, plain(address).to_string(), &door, &strangers, &arrivals),
+                Err(error) => log::debug!("a connection from {} went away: {error}", plain(address)),
+            },
+            Err(error) => {
+                log::warn!("cannot accept connections: {error}; try: ulimit -n");
+                sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+/// As [`accept_tcp`], for the abstract Unix socket.
+pub(crate) async fn accept_unix(listener: UnixListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
+    let strangers = Arc::new(Semaphore::new(STRANGERS));
+    loop {
+        match listener.accept().await {
+            Ok((stream, _)) => admit(Socket::unix(stream), "a local process".to_owned(), &door, &strangers, &arrivals),
+            Err(error) => {
+                log::warn!("cannot accept local connections: {error}; try: ulimit -n");
+                sleep(Duration::from_millis(100)).await;
+            }
+        }
+    }
+}
+
+fn admit(
+    socket: Socket,
+    address: String,
+    door: &Door,
+    strangers: &Arc<Semaphore>,
+    arrivals: &mpsc::UnboundedSender<Arrival>,
+) {
+    let Ok(permit) = Arc::clone(strangers).try_acquire_owned() else {
+        log::warn!("turned a connection from {address} away: too many that have proven nothing");
+        return;
+    };
+    let (door, arrivals) = (door.clone(), arrivals.clone());
+    tokio::spawn(async move {
+        let _permit = permit;
+        match timeout(PROOF_TIME, greet(&socket, &door)).await {
+            Ok(Ok((intro, neighbour))) => {
+                // after the links are up nobody takes arrivals any more, and this one is dropped
+                let _ = arrivals.send(Arrival { intro, socket, neighbour });
+            }
+            Ok(Err(error)) => log::warn!("dropped a connection from {address}: {}", error.message),
+            Err(_) => log::warn!("dropped a connection from {address}: it said too little for {PROOF_TIME:?}"),
+        }
+    });
+}
+
+fn hung_up(error: std::io::Error) -> Error {
+    Error::new(Kind::Unauthorized, format!("it hung up before it proved anything ({error})"))
+}
+
+/// The listener's half of the handshake.
+async fn greet(socket: &Socket, door: &Door) -> Result<(Intro, Option<Neighbour>)> {
+    let dialer = handshake::read_hello(&socket.read_array().await.map_err(hung_up)?)?;
+    let listener = handshake::nonce()?;
+    socket.write_all(&handshake::reply(&door.token, &dialer, &listener, door.me)).await.map_err(hung_up)?;
+    let intro = socket.read_array().await.map_err(hung_up)?;
+    let intro = handshake::read_intro(&door.token, &dialer, &listener, &intro)?;
+    if intro.to != door.me || intro.from <= door.me || intro.from >= door.world {
+        return Err(Error::new(Kind::BadFrame, format!("rank {} has no reason to dial rank {}", intro.from, door.me)));
+    }
+    socket.write_all(&[WELCOME]).await.map_err(hung_up)?;
+    let neighbour = match (&door.memory, intro.purpose) {
+        (Some((arena, control)), Purpose::Attach) => Some(attach::swap(socket, arena, *control).await?),
+        _ => None,
+    };
+    Ok((intro, neighbour))
+}
+
+/// The dialer's half of the handshake. The purpose is chosen when the time of a round trip is known.
+pub(crate) async fn introduce(
+    socket: &Socket,
+    door: &Door,
+    to: u32,
+    purpose: impl FnOnce(Duration) -> Purpose,
+) -> Result<Purpose> {
+    let dialer = handshake::nonce()?;
+    let began = Instant::now();
+    socket.write_all(&handshake::hello(&dialer)).await.map_err(hung_up)?;
+    let reply = socket.read_array().await.map_err(hung_up)?;
+    let round_trip = began.elapsed();
+    let (listener, rank) = handshake::read_reply(&door.token, &dialer, &reply)?;
+    if rank != to {
+        return Err(Error::new(Kind::Unauthorized, format!("rank {rank} answered there")));
+    }
+    let intro = Intro { from: door.me, to, purpose: purpose(round_trip) };
+    socket.write_all(&handshake::intro(&door.token, &dialer, &listener, &intro)).await.map_err(hung_up)?;
+    match socket.read_array().await.map_err(hung_up)? {
+        [WELCOME] => Ok(intro.purpose),
+        [_] => Err(Error::new(Kind::Unauthorized, "it did not welcome us")),
+    }
+}
+
+/// Dials the addresses of a rank, staggered; the first that proves to be that rank wins. Goes on until the deadline.
+pub(crate) async fn dial(
+    door: &Door,
+    to: u32,
+    addresses: &[SocketAddr],
+    purpose: impl Fn(Duration) -> Purpose + Copy + Send + Sync + 'static,
+    deadline: Instant,
+) -> Result<(Socket, SocketAddr, Purpose)> {
+    loop {
+        let mut attempts = JoinSet::new();
+        for (turn, address) in addresses.iter().copied().enumerate() {
+            let door = door.clone();
+            attempts.spawn(async move {
+                sleep(STAGGER * turn as u32).await;
+                let attempt = async {
+                    let stream = TcpStream::connect(address).await.map_err(|e| Error::new(Kind::PeerLost, e.to_string()))?;
+                    let socket = Socket::tcp(stream, door.patience).map_err(|e| Error::io("socket options", e))?;
+                    let purpose = introduce(&socket, &door, to, purpose).await?;
+                    Ok((socket, purpose))
+                };
+                match timeout(PROOF_TIME, attempt).await {
+                    Ok(Ok((socket, purpose))) => Ok((socket, address, purpose)),
+                    Ok(Err(error)) => Err((address, error)),
+                    Err(_) => Err((address, Error::new(Kind::PeerLost, "no answer"))),
+                }
+            });
+        }
+        let mut failures = Vec::new();
+        while let Some(attempt) = attempts.join_next().await {
+            match attempt {
+                Ok(Ok(won)) => return Ok(won),
+                Ok(Err(failure)) => failures.push(failure),
+                Err(error) => log::debug!("a dialing task ended: {error}"),
+            }
+        }
+        let refused = !failures.is_empty() && failures.iter().all(|(_, e)| e.kind == Kind::Unauthorized);
+        if refused || Instant::now() + STAGGER > deadline {
+            let list: Vec<String> = failures.iter().map(|(address, e)| format!("{address}: {}", e.message)).collect();
+            let kind = if refused { Kind::Unauthorized } else { Kind::PeerLost };
+            let list = if list.is_empty() { "it offers no address".to_owned() } else { list.join(", ") };
+            return Err(Error::new(kind, list));
+        }
+        sleep(STAGGER).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+    fn door(secret: &[u8], me: u32) -> Door {
+        Door { token: Token::new(secret), me, world: 4, patience: Duration::from_secs(5), memory: None }
+    }
+
+    fn first(_: Duration) -> Purpose {
+        Purpose::Stream { number: 0, of: 1 }
+    }
+
+    #[tokio::test]
+    async fn strangers_are_dropped_and_the_next_one_gets_in() {
+        let (port, listener) = listen().unwrap();
+        let (sender, mut arrivals) = mpsc::unbounded_channel();
+        tokio::spawn(accept_tcp(listener, door(b"secret", 0), sender));
+        let address: SocketAddr = (Ipv4Addr::LOCALHOST, port).into();
+        let hello = handshake::hello(&[9; 32]);
+        let forged = [hello.as_slice(), &[7; handshake::INTRO]].concat();
+        let truncated = &hello[..10];
+        for garbage in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), &[0xff; 4096], &forged, truncated] {
+            let mut stream = TcpStream::connect(address).await.unwrap();
+            let _ = stream.write_all(garbage).await;
+            let _ = stream.shutdown().await;
+            let mut answer = Vec::new();
+            let _ = timeout(Duration::from_secs(5), stream.read_to_end(&mut answer)).await.unwrap();
+            assert!(answer.len() <= handshake::REPLY, "a stranger was told {} bytes", answer.len());
+        }
+        let soon = Instant::now() + Duration::from_secs(5);
+        let wrong = dial(&door(b"guess", 1), 0, &[address], first, soon).await.unwrap_err();
+        assert_eq!(wrong.kind, Kind::Unauthorized);
+        let not_him = dial(&door(b"secret", 1), 2, &[address], first, soon).await.unwrap_err();
+        assert!(not_him.message.contains("rank 0 answered"), "{not_him}");
+        let (_socket, ..) = dial(&door(b"secret", 3), 0, &[address], first, soon).await.unwrap();
+        assert_eq!(arrivals.recv().await.unwrap().intro.from, 3);
+    }
+
+    #[tokio::test]
+    async fn a_dead_address_does_not_keep_a_good_one_from_winning() {
+        let (port, listener) = listen().unwrap();
+        let (sender, _arrivals) = mpsc::unbounded_channel();
+        tokio::spawn(accept_tcp(listener, door(b"s", 0), sender));
+        let dead: SocketAddr = (Ipv4Addr::LOCALHOST, 1).into();
+        let good: SocketAddr = (Ipv4Addr::LOCALHOST, port).into();
+        let soon = Instant::now() + Duration::from_secs(5);
+        assert_eq!(dial(&door(b"s", 1), 0, &[dead, good], first, soon).await.unwrap().1, good);
+        let error = dial(&door(b"s", 1), 0, &[dead], first, Instant::now()).await.unwrap_err();
+        assert!(error.message.contains("127.0.0.1:1"), "{error}");
+    }
+}
