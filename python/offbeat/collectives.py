@@ -15,8 +15,6 @@ from .errors import InvalidArgument
 from .group import Group, member, resolve
 from .handle import Handle, in_place, readable, readable_list, received, writable
 
-_strided = torch.strided
-
 Codec = codecs.Codec | str | None
 
 
@@ -42,7 +40,7 @@ def all_reduce(
         bool.
     codec: encodes what travels between hosts, e.g. "bfloat16" (see `offbeat.codecs`).
     """
-    # The fast path, where Python would otherwise take longer than the reduction itself. Everything else goes the slow
+    # The short cut, where Python would otherwise take longer than the reduction itself. Everything else goes the long
     # way, which also finds the words for what is wrong.
     world = runtime.world
     if (
@@ -51,11 +49,8 @@ def all_reduce(
         and not async_op
         and world is not None
         and type(tensor) is Tensor
-        and tensor.layout is _strided
-        and tensor.is_cpu
-        and tensor.is_contiguous()
+        and world.try_all_reduce(tensor, op)
     ):
-        world.all_reduce(tensor, op, None, False)
         return None
     core, _ = resolve(group)
     flat = writable(tensor)

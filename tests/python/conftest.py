@@ -14,8 +14,12 @@ back a `Job` with the output of every rank::
         job = ranks(script, 2)
         assert [rank.out for rank in job.ranks] == ["[2.0, 2.0, 2.0]\n"] * 2
 
-A job that fails, or is not over at its timeout, fails the test and shows what every rank wrote; `check=False` leaves
-the judgement to the test. `ranks.start(…)` does not wait, for tests that send signals. Nothing outlives its test.
+A job that fails, leaves a process behind, or is not over at its timeout, fails the test and shows what every rank
+wrote; `check=False` leaves the judgement to the test. `ranks.start(…)` does not wait, for tests that send signals.
+Nothing outlives its test.
+
+Scripts may import `support`, which stands beside this file. Ranks of `ranks` come from the `nursery`, where torch is
+imported already; `fresh=True` starts interpreters instead.
 """
 
 from __future__ import annotations
@@ -38,18 +42,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from nursery import Child, Nursery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
     Script = Path | str | Callable[[], object]
 
-ROOT = Path(__file__).resolve().parents[2]
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 NETLAB = ROOT / "benches" / "netlab" / "netlab"
 # Every process of a job inherits this variable: that is how we find those which left its sessions.
 MARK = "PYTEST_JOB"
 # What a rank must not inherit from the shell that runs the tests.
 FOREIGN = ("OFFBEAT_", "NCCL_", "GLOO_", "TORCHELASTIC_", "PET_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_")
+# Scripts find `support` on the path; faulthandler lets a rank that hangs show its stacks before it is killed.
+OURS = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(HERE)}
 
 
 @dataclass(frozen=True)
@@ -69,11 +77,8 @@ class Job:
         self.directory = directory
         self.world = world
         self.mark = uuid.uuid4().hex
-        self.processes: list[subprocess.Popen[bytes]] = []
-        self.env = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-        # faulthandler lets a job that hangs show its stacks before it is killed
-        self.env |= {MARK: self.mark, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
-        self.env |= env or {}
+        self.processes: list[subprocess.Popen[bytes] | Child] = []
+        self.env = clean_environment() | {MARK: self.mark} | dict(env or {})
 
     def spawn(self, command: Sequence[str | Path], name: str, **env: str) -> None:
         with (self.directory / f"{name}.out").open("wb") as out, (self.directory / f"{name}.err").open("wb") as err:
@@ -89,6 +94,10 @@ class Job:
                 )
             )
 
+    def fork(self, nursery: Nursery, command: list[str], name: str, **env: str) -> None:
+        out, err = self.directory / f"{name}.out", self.directory / f"{name}.err"
+        self.processes.append(nursery.start(command, cwd=self.directory, env=self.env | env, out=out, err=err))
+
     def wait(self, timeout: float = 60, *, check: bool = True) -> Job:
         """Waits until all processes have ended; fails the test with everything they wrote if that takes too long."""
         deadline = time.monotonic() + timeout
@@ -100,6 +109,9 @@ class Job:
             pytest.fail(f"the job was not over after {timeout} s\n{self.report()}", pytrace=False)
         if check and self.code:
             pytest.fail(f"the job failed with code {self.code}\n{self.report()}", pytrace=False)
+        if check and (left := self.alive()):
+            names = ", ".join(f"{pid} ({read(Path(f'/proc/{pid}/comm')).strip()})" for pid in left)
+            pytest.fail(f"processes outlived the job: {names}\n{self.report()}", pytrace=False)
         return self
 
     @property
@@ -127,10 +139,14 @@ class Job:
     def alive(self) -> list[int]:
         """The job's processes that still run, with those that ranks or launchers have started."""
         found = {process.pid for process in self.processes if process.poll() is None}
-        for environ in Path("/proc").glob("[0-9]*/environ"):
+        sessions = {process.pid for process in self.processes}
+        for process in Path("/proc").glob("[0-9]*"):
             try:
-                if self.mark.encode() in environ.read_bytes():
-                    found.add(int(environ.parent.name))
+                # after the name, which may hold anything: state, parent, group, session
+                state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
+                ours = int(session) in sessions or self.mark.encode() in (process / "environ").read_bytes()
+                if ours and state != "Z":
+                    found.add(int(process.name))
             except OSError:  # it has ended, or is not ours
                 continue
         return sorted(found)
@@ -187,6 +203,10 @@ class NetlabJob(Job):
         return f"{super().report()}\n--- netlab, code {self.code}\n{read(self.directory / 'netlab.err')}"
 
 
+def clean_environment() -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)} | OURS
+
+
 def read(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
@@ -237,6 +257,10 @@ class Launcher:
 class Ranks(Launcher):
     """One process for each rank, as a plain launcher would: rank 0 hosts the store."""
 
+    def __init__(self, directory: Path, nursery: Callable[[], Nursery]) -> None:
+        super().__init__(directory)
+        self.nursery = nursery
+
     def start(
         self,
         script: Script,
@@ -245,13 +269,18 @@ class Ranks(Launcher):
         env: Mapping[str, str] | None = None,
         per_rank: Callable[[int], Mapping[str, str]] = lambda rank: {},
         args: Sequence[object] = (),
+        fresh: bool = sys.platform != "linux",
     ) -> Job:
         job, command = self.prepare(Job, script, nproc, env, args)
         world = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc)}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(nproc):
             mine = {"RANK": str(rank), "LOCAL_RANK": str(rank), **per_rank(rank)}
-            job.spawn([sys.executable, *command], str(rank), **world, **mine)
+            variables = {name: value for name, value in (world | mine).items() if value}
+            if fresh:
+                job.spawn([sys.executable, *command], str(rank), **variables)
+            else:
+                job.fork(self.nursery(), command, str(rank), **variables)
         return job
 
     def __call__(self, script: Script, nproc: int, *, timeout: float = 60, check: bool = True, **options) -> Job:
@@ -318,9 +347,24 @@ def why_no_netlab() -> str | None:
     return None
 
 
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Callable[[], Nursery]]:
+    """The one nursery of all tests, opened by the first that needs it."""
+    opened: list[Nursery] = []
+
+    def open_once() -> Nursery:
+        if not opened:
+            opened.append(Nursery(clean_environment()))
+        return opened[0]
+
+    yield open_once
+    for each in opened:
+        each.close()
+
+
 @pytest.fixture
-def ranks(tmp_path: Path) -> Iterator[Ranks]:
-    launcher = Ranks(tmp_path)
+def ranks(tmp_path: Path, nursery: Callable[[], Nursery]) -> Iterator[Ranks]:
+    launcher = Ranks(tmp_path, nursery)
     yield launcher
     launcher.close()
 

@@ -8,15 +8,13 @@ use offbeat_core::transport::shm::arena::Piece;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-use crate::errors::raise;
-use crate::tensor::dlpack_type;
 
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
 
-/// DLPack's `DLManagedTensor`, as its header declares it.
+/// DLPack's `DLTensor`, as its header declares it.
 #[repr(C)]
-struct Managed {
+pub(crate) struct Tensor {
     data: *mut c_void,
     device_type: i32,
     device_id: i32,
@@ -27,6 +25,70 @@ struct Managed {
     shape: *mut i64,
     strides: *mut i64,
     byte_offset: u64,
+}
+
+impl Default for Tensor {
+    fn default() -> Self {
+        Tensor {
+            data: std::ptr::null_mut(),
+            device_type: CPU,
+            device_id: 0,
+            ndim: 0,
+            code: 0,
+            bits: 0,
+            lanes: 1,
+            shape: std::ptr::null_mut(),
+            strides: std::ptr::null_mut(),
+            byte_offset: 0,
+        }
+    }
+}
+
+impl Tensor {
+    pub(crate) fn dtype(&self) -> Option<DType> {
+        DType::ALL.into_iter().find(|dtype| code_and_bits(*dtype) == (self.code, self.bits) && self.lanes == 1)
+    }
+
+    pub(crate) fn on_cpu(&self) -> bool {
+        self.device_type == CPU
+    }
+
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.data.cast::<u8>().wrapping_add(self.byte_offset as usize)
+    }
+
+    /// The lengths and strides of the dimensions.
+    ///
+    /// # Safety
+    /// The structure was filled by somebody who keeps them alive for as long as the result is used.
+    pub(crate) unsafe fn shape_and_strides(&self) -> Option<(&[i64], &[i64])> {
+        if self.ndim <= 0 || self.shape.is_null() || self.strides.is_null() {
+            return None;
+        }
+        // SAFETY: both have `ndim` elements.
+        unsafe {
+            let slice = |start: *mut i64| std::slice::from_raw_parts(start.cast_const(), self.ndim as usize);
+            Some((slice(self.shape), slice(self.strides)))
+        }
+    }
+}
+
+/// The code of an element type in DLPack, and its bits.
+fn code_and_bits(dtype: DType) -> (u8, u8) {
+    let code = match dtype {
+        DType::I64 | DType::I32 | DType::I16 | DType::I8 => 0,
+        DType::U64 | DType::U32 | DType::U16 | DType::U8 => 1,
+        DType::F64 | DType::F32 | DType::F16 => 2,
+        DType::BF16 => 4,
+        DType::Bool => 6,
+    };
+    (code, dtype.size() as u8 * 8)
+}
+
+/// DLPack's `DLManagedTensor`.
+#[repr(C)]
+struct Managed {
+    tensor: Tensor,
     context: *mut c_void,
     deleter: Option<unsafe extern "C" fn(*mut Managed)>,
 }
@@ -56,22 +118,17 @@ pub(crate) fn shared(py: Python<'_>, piece: Piece) -> PyResult<Py<PyAny>> {
 }
 
 fn capsule(py: Python<'_>, start: *mut u8, dtype: DType, shape: &[u64], memory: Memory) -> PyResult<Py<PyAny>> {
-    let (code, bits) = dlpack_type(dtype).map_err(raise)?;
+    let (code, bits) = code_and_bits(dtype);
     let mut shape: Vec<i64> = shape.iter().map(|dimension| *dimension as i64).collect();
-    let managed = Managed {
+    let tensor = Tensor {
         data: start.cast(),
-        device_type: CPU,
-        device_id: 0,
         ndim: shape.len() as i32,
         code,
         bits,
-        lanes: 1,
         shape: shape.as_mut_ptr(),
-        strides: std::ptr::null_mut(),
-        byte_offset: 0,
-        context: std::ptr::null_mut(),
-        deleter: Some(delete),
+        ..Tensor::default()
     };
+    let managed = Managed { tensor, context: std::ptr::null_mut(), deleter: Some(delete) };
     let holder = Box::into_raw(Box::new(Holder { managed, shape, memory }));
     // SAFETY: the holder is a fresh allocation; its first use is through the pointer to its `managed` field below.
     let managed = unsafe {
@@ -88,7 +145,7 @@ fn capsule(py: Python<'_>, start: *mut u8, dtype: DType, shape: &[u64], memory: 
 unsafe extern "C" fn delete(managed: *mut Managed) {
     // SAFETY: the context is the `Holder` that `capsule` leaked, and the consumer calls this once.
     let holder = unsafe { Box::from_raw((*managed).context.cast::<Holder>()) };
-    debug_assert_eq!(holder.shape.len(), holder.managed.ndim as usize);
+    debug_assert_eq!(holder.shape.len(), holder.managed.tensor.ndim as usize);
     match holder.memory {
         Memory::Piece(piece) => drop(piece),
         Memory::Owned(tensor) => drop(tensor),

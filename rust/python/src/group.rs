@@ -11,7 +11,7 @@ use pyo3::prelude::*;
 
 use crate::dlpack;
 use crate::errors::{Caught, raise};
-use crate::tensor::{view, views};
+use crate::tensor::{quick, view, views};
 
 /// A codec, checked and built once.
 #[pyclass(frozen, module = "offbeat._core")]
@@ -112,6 +112,15 @@ impl Group {
     ) -> PyResult<Reply> {
         let call = Call::AllReduce { tensor: view(tensor)?, op: self::op(op)?, codec: codec.map(|codec| codec.0) };
         self.call(py, call, keep([tensor], async_op), async_op, false)
+    }
+
+    /// The short cut for a plain `torch.Tensor`: blocks and gives true, or does nothing and gives false if the tensor must
+    /// go the long way.
+    #[pyo3(signature = (tensor, op, /))]
+    fn try_all_reduce(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, op: &str) -> PyResult<bool> {
+        let Some(tensor) = quick(tensor) else { return Ok(false) };
+        let call = Call::AllReduce { tensor, op: self::op(op)?, codec: None };
+        self.call(py, call, Vec::new(), false, false).map(|_| true)
     }
 
     fn reduce(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, dst: u32, op: &str, async_op: bool) -> PyResult<Reply> {

@@ -1,15 +1,20 @@
 //! A torch tensor as a buffer: its address, type and shape. Contiguity and place are Python's to see to.
+//!
+//! Newer versions of torch export DLPack's C functions, which tell all of it in one call ([`quick`]); asking for one
+//! attribute after another takes longer than reducing a short tensor.
 
+use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 
 use offbeat_core::buffer::{Buffer, Shaped};
 use offbeat_core::dtype::DType;
-use offbeat_core::{Error, Result as CoreResult};
+use offbeat_core::Error;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::PyTuple;
+use pyo3::types::{PyCapsule, PyTuple};
 
+use crate::dlpack::Tensor;
 use crate::errors::raise;
 
 /// torch's dtype objects are singletons: their addresses tell the type.
@@ -42,19 +47,65 @@ pub(crate) fn view(tensor: &Bound<'_, PyAny>) -> PyResult<Shaped> {
     Ok(Shaped { buffer: Buffer::host(start, count, dtype), shape })
 }
 
+/// DLPack's `DLPackExchangeAPI`, as its header declares it (version 1).
+#[repr(C)]
+struct ExchangeApi {
+    major: u32,
+    minor: u32,
+    previous: *const c_void,
+    allocate: *const c_void,
+    managed_from_object: *const c_void,
+    managed_to_object: *const c_void,
+    tensor_from_object: Option<unsafe extern "C" fn(*mut c_void, *mut Tensor) -> c_int>,
+    current_stream: *const c_void,
+}
+
+type FromObject = unsafe extern "C" fn(*mut c_void, *mut Tensor) -> c_int;
+
+/// The C function that describes a `torch.Tensor`, where this torch has it.
+fn from_object(py: Python<'_>) -> Option<FromObject> {
+    static FUNCTION: PyOnceLock<Option<FromObject>> = PyOnceLock::new();
+    let find = || -> PyResult<Option<FromObject>> {
+        let tensor = py.import("torch")?.getattr("Tensor")?;
+        let Ok(capsule) = tensor.getattr("__dlpack_c_exchange_api__") else { return Ok(None) };
+        let api = capsule.cast::<PyCapsule>()?.pointer_checked(Some(c"dlpack_exchange_api"))?.cast::<ExchangeApi>();
+        // SAFETY: torch keeps the structure of that name alive for ever; version 1 has this layout.
+        let api = unsafe { api.as_ref() };
+        Ok(api.tensor_from_object.filter(|_| api.major == 1))
+    };
+    *FUNCTION.get_or_init(py, || find().unwrap_or_default())
+}
+
+/// A contiguous tensor of more than one element on the CPU, whose type is exactly `torch.Tensor` (the caller looks);
+/// none if it is anything else, or if this torch cannot tell quickly. (A view of a single element may have its sign bit
+/// elsewhere.)
+pub(crate) fn quick(tensor: &Bound<'_, PyAny>) -> Option<Shaped> {
+    let describe = from_object(tensor.py())?;
+    let mut out = Tensor::default();
+    // SAFETY: the object is a `torch.Tensor`, as the caller has seen, and the GIL is held.
+    if unsafe { describe(tensor.as_ptr().cast(), &raw mut out) } != 0 {
+        // the slow way finds the words for what is wrong
+        drop(PyErr::take(tensor.py()));
+        return None;
+    }
+    let dtype = out.dtype()?;
+    // SAFETY: the structure borrows the tensor's own sizes, which live as long as it does.
+    let (shape, strides) = unsafe { out.shape_and_strides()? };
+    let mut expected = 1;
+    for (length, stride) in shape.iter().zip(strides).rev() {
+        if *length != 1 && *stride != expected {
+            return None;
+        }
+        expected *= length;
+    }
+    if expected < 2 || !out.on_cpu() {
+        return None;
+    }
+    let buffer = Buffer::host(out.start(), expected as usize, dtype);
+    Some(Shaped { buffer, shape: shape.iter().map(|length| *length as u64).collect() })
+}
+
 /// Several tensors.
 pub(crate) fn views(tensors: &[Bound<'_, PyAny>]) -> PyResult<Vec<Shaped>> {
     tensors.iter().map(view).collect()
-}
-
-/// The code of an element type in DLPack: (code, bits).
-pub(crate) fn dlpack_type(dtype: DType) -> CoreResult<(u8, u8)> {
-    let bits = dtype.size() as u8 * 8;
-    Ok(match dtype {
-        DType::I64 | DType::I32 | DType::I16 | DType::I8 => (0, bits),
-        DType::U64 | DType::U32 | DType::U16 | DType::U8 => (1, bits),
-        DType::F64 | DType::F32 | DType::F16 => (2, bits),
-        DType::BF16 => (4, bits),
-        DType::Bool => (6, bits),
-    })
 }
