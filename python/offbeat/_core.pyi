@@ -1,18 +1,22 @@
 """The Rust core, as Python sees it. Not a public interface: use the functions of `offbeat`."""
 
 from collections.abc import Sequence
-from typing import Protocol, TypedDict, final
+from typing import Protocol, TypedDict, final, type_check_only
 
 from torch import Tensor
 
+__all__ = ["Codec", "Group", "Runtime", "Ticket", "__version__", "interfaces"]
+
 __version__: str
 
+@type_check_only
 class Store(Protocol):
     """Where ranks leave their cards for each other. `get` gives None when nothing came in `wait` seconds."""
 
     def set(self, key: str, value: bytes) -> None: ...
     def get(self, key: str, wait: float) -> bytes | None: ...
 
+@type_check_only
 class Link(TypedDict):
     """How this rank reaches another one, and why so."""
 

@@ -110,9 +110,24 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
 def writable(tensor: Tensor, name: str = "tensor") -> Tensor:
     """As `readable`, for a tensor that is written: the copy must be copied back (`in_place`)."""
     flat = readable(tensor, name)
-    if flat is not tensor and any(n > 1 and s == 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise InvalidArgument(f"{name} is expanded: several of its elements share one place; try {name}.clone()")
+    if flat is not tensor and _overlaps(tensor):
+        raise InvalidArgument(
+            f"{name} is expanded or overlaps itself: several of its elements share one place; try {name}.clone()"
+        )
     return flat
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share a place: some stride does not step over what the smaller ones reach."""
+    reach = 0
+    for stride, size in sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if size == 0:
+            return False
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def readable_list(tensors: Sequence[Tensor], size: int, name: str = "tensors") -> list[Tensor]:

@@ -202,7 +202,7 @@ def _open(url: str, rank: int, world_size: int, timeout: float) -> Store:
                 f"rank {rank} of {world_size} cannot meet the others at the store {where} ({_first_line(error)}); "
                 "check that every rank runs and that the address is reachable from here, or raise connect_timeout="
             ) from error
-        except (ValueError, RuntimeError, OSError) as error:
+        except (ValueError, RuntimeError, OSError, AssertionError) as error:  # torch asserts that a URL has no ?rank=
             raise InvalidArgument(
                 f"the store {where} cannot be used ({_first_line(error)}); check MASTER_ADDR and MASTER_PORT"
             ) from error

@@ -109,10 +109,17 @@ class Job:
             pytest.fail(f"the job was not over after {timeout} s\n{self.report()}", pytrace=False)
         if check and self.code:
             pytest.fail(f"the job failed with code {self.code}\n{self.report()}", pytrace=False)
-        if check and (left := self.alive()):
+        if check and (left := self.leftovers()):
             names = ", ".join(f"{pid} ({read(Path(f'/proc/{pid}/comm')).strip()})" for pid in left)
             pytest.fail(f"processes outlived the job: {names}\n{self.report()}", pytrace=False)
         return self
+
+    def leftovers(self) -> list[int]:
+        """Processes that outlive the job; helpers of Python itself get a moment to see that it is over."""
+        deadline = time.monotonic() + 2
+        while (left := self.alive()) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return left
 
     @property
     def code(self) -> int:

@@ -28,7 +28,8 @@ def fails(kind, words, call, *args, **options):
 
 def bits(tensor):
     """The bytes of a tensor, which tell -0.0 from 0.0 and one NaN from another."""
-    return bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy())
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1))
+    return bytes(flat.view(torch.uint8).numpy())
 
 
 def same_everywhere(tensor):

@@ -30,8 +30,9 @@ unsafe impl Send for Buffer {}
 unsafe impl Sync for Buffer {}
 
 impl Buffer {
-    /// A buffer on the host.
+    /// A buffer on the host. An empty tensor of torch's has no address; here it gets one, as slices need one.
     pub fn host(start: *mut u8, count: usize, dtype: DType) -> Self {
+        let start = if start.is_null() { std::ptr::NonNull::<Line>::dangling().as_ptr().cast() } else { start };
         Buffer { start, count, dtype, place: Place::Host }
     }
 

@@ -75,7 +75,9 @@ impl Call {
     pub fn check(&self, ranks: &[u32], me: u32) -> Result<()> {
         let member = |rank: u32| match ranks.contains(&rank) {
             true => Ok(()),
-            false => Err(Error::invalid(format!("rank {rank} is not in the group {ranks:?}; try: a global rank of a member"))),
+            false => Err(Error::invalid(format!(
+                "rank {rank} is not in the group {ranks:?}; try: a global rank of a member"
+            ))),
         };
         let one_each = |tensors: &[Shaped]| match tensors.len() == ranks.len() {
             true => Ok(()),
@@ -135,9 +137,9 @@ impl Call {
                 });
                 call.op(*op).list_of(tensors.iter().map(|tensor| tensor.shape.as_slice()))
             }
-            Call::AllToAll { tensors } => tensors
-                .first()
-                .map_or(Description::new(CallKind::AllToAll), |first| of(CallKind::AllToAll, first)),
+            Call::AllToAll { tensors } => {
+                tensors.first().map_or(Description::new(CallKind::AllToAll), |first| of(CallKind::AllToAll, first))
+            }
             Call::Barrier => Description::new(CallKind::Barrier),
         }
     }
@@ -151,7 +153,10 @@ fn check_codec(codec: &dyn Codec, dtype: DType, op: Op) -> Result<()> {
         )));
     }
     if !matches!(op, Op::Sum | Op::Mean) {
-        return Err(Error::invalid(format!("codec {:?} works with sum and mean, not {op}; try: no codec", codec.name())));
+        return Err(Error::invalid(format!(
+            "codec {:?} works with sum and mean, not {op}; try: no codec",
+            codec.name()
+        )));
     }
     Ok(())
 }

@@ -183,11 +183,8 @@ impl fmt::Display for Description {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut words = Vec::new();
         if let Some(dtype) = DType::from_code(self.dtype) {
-            let shape: Vec<String> = self
-                .get_shape()
-                .iter()
-                .map(|d| if *d == FREE { "*".to_owned() } else { d.to_string() })
-                .collect();
+            let shape: Vec<String> =
+                self.get_shape().iter().map(|d| if *d == FREE { "*".to_owned() } else { d.to_string() }).collect();
             let shape = if self.dimensions == u8::MAX { String::new() } else { format!("[{}]", shape.join(", ")) };
             words.push(format!("{dtype}{shape}"));
         }
@@ -216,7 +213,10 @@ mod tests {
     fn reads_like_the_call() {
         let call = Description::new(CallKind::Reduce).dtype(DType::F32).op(Op::Sum).root(3).shape(&[2, 5]);
         assert_eq!(call.to_string(), "reduce(float32[2, 5], sum, rank 3)");
-        assert_eq!(Description::new(CallKind::AllGather).dtype(DType::I8).rows_of(&[4, 2]).to_string(), "all_gather(int8[*, 2])");
+        assert_eq!(
+            Description::new(CallKind::AllGather).dtype(DType::I8).rows_of(&[4, 2]).to_string(),
+            "all_gather(int8[*, 2])"
+        );
         assert_eq!(Description::new(CallKind::Barrier).to_string(), "barrier()");
     }
 

@@ -151,7 +151,9 @@ impl Op {
     pub fn check(self, dtype: DType) -> Result<()> {
         let bits = matches!(self, Op::Band | Op::Bor | Op::Bxor);
         let try_this = match (bits, dtype) {
-            (true, dtype) if dtype.is_float() => "bit operations take integers and bool; try: sum, mean, min, max, product",
+            (true, dtype) if dtype.is_float() => {
+                "bit operations take integers and bool; try: sum, mean, min, max, product"
+            }
             (false, DType::Bool) => "bool has no numbers; try: band, bor, bxor, or .to(torch.uint8)",
             (false, dtype) if self == Op::Mean && !dtype.is_float() => "try: sum, or .to(torch.float32)",
             _ => return Ok(()),

@@ -113,7 +113,10 @@ impl Engine {
     pub fn group(&self, ranks: &[u32], interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();
-        if ranks.is_empty() || ranks.windows(2).any(|pair| pair[0] == pair[1]) || ranks.iter().any(|r| *r >= self.world_size()) {
+        if ranks.is_empty()
+            || ranks.windows(2).any(|pair| pair[0] == pair[1])
+            || ranks.iter().any(|r| *r >= self.world_size())
+        {
             return Err(Error::invalid(format!(
                 "a group of {ranks:?} in a world of {}; try: different ranks from 0 to {}",
                 self.world_size(),
@@ -190,7 +193,10 @@ impl Engine {
         act: impl FnOnce(&Watch<'_>) -> Result<()>,
     ) -> Result<()> {
         if fork::in_child() || self.down.load(Ordering::Relaxed) {
-            return Err(Error::new(Kind::NotInitialized, "there is no runtime here; try: offbeat.init() in this process"));
+            return Err(Error::new(
+                Kind::NotInitialized,
+                "there is no runtime here; try: offbeat.init() in this process",
+            ));
         }
         if peer >= self.world_size() || peer == self.rank() {
             return Err(Error::invalid(format!(

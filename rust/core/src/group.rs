@@ -226,7 +226,9 @@ impl Inner {
             let Some(job) = line.jobs.pop_front() else { return };
             line.busy = true;
             drop(line);
+            // a call that cannot begin here must not leave the other ranks waiting for it
             let ready = job.after.map_or(Ok(()), |event| event.wait(Some(self.timeout), None));
+            let ready = ready.map_err(|error| self.mesh.poison(self.id, &self.ranks, &error));
             // a panic in a call is a bug of ours; it must reach whoever waits, not kill a thread silently
             let run = std::panic::AssertUnwindSafe(|| ready.and_then(|()| self.execute(&job.work.call, None)));
             let result = std::panic::catch_unwind(run).unwrap_or_else(|panic| Err(self.panicked(&*panic)));
@@ -246,7 +248,8 @@ impl Inner {
     fn execute(&self, call: &Call, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let Lane { sequence, team, .. } = &mut *lane;
-        self.mesh.roster().verdict(self.id, &self.ranks)?;
+        // a member that has left may have done its part of this call before; whoever waits for it will see
+        self.mesh.roster().verdict(self.id, &self.ranks, Vec::new)?;
         let description = call.describe();
         let number = *sequence;
         *sequence += 1;
@@ -323,8 +326,9 @@ fn perform(context: &mut Context<'_>, call: &Call) -> Result<Output> {
         Call::Gather { tensor, dst } => {
             let dst = place(context, *dst);
             let expected = if dst == context.me { everyone } else { Vec::new() };
+            context.announce();
             let received = blocks::exchange(context, &[(dst, tensor.clone())], &expected)?;
-            rooted(context)?;
+            context.hear_all()?;
             blocks::in_order(received, expected.into_iter())
         }
         Call::Scatter { tensors, src, out } => {
@@ -333,23 +337,15 @@ fn perform(context: &mut Context<'_>, call: &Call) -> Result<Output> {
                 Some(tensors) if src == context.me => tensors.iter().cloned().enumerate().collect(),
                 _ => Vec::new(),
             };
+            context.announce();
             let mut received = blocks::exchange(context, &outgoing, &[src])?;
             if let Some(block) = received.remove(&src) {
                 deliver(context, &block, out, src)?;
             }
-            rooted(context)?;
+            context.hear_all()?;
             Ok(Output::new())
         }
     }
-}
-
-/// In a call with a root not every host hears from every other: the first rank makes sure.
-fn rooted(context: &mut Context<'_>) -> Result<()> {
-    if context.layout.hosts.len() == 1 {
-        return Ok(());
-    }
-    context.announce();
-    context.hear_all()
 }
 
 fn deliver(context: &Context<'_>, block: &Owned, out: &Shaped, src: usize) -> Result<()> {
@@ -360,12 +356,7 @@ fn deliver(context: &Context<'_>, block: &Owned, out: &Shaped, src: usize) -> Re
             "",
             format!(
                 "scatter: rank {} sends {}{:?} to rank {}, whose out is {}{:?}; try: the same shape on both sides",
-                context.ranks[src],
-                block.dtype,
-                block.shape,
-                context.ranks[context.me],
-                out.buffer.dtype,
-                out.shape
+                context.ranks[src], block.dtype, block.shape, context.ranks[context.me], out.buffer.dtype, out.shape
             ),
         ));
     }

@@ -174,18 +174,54 @@ pub(crate) fn to_brain(value: f32) -> u16 {
 macro_rules! with_type {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
-            DType::F64 => { type $T = f64; $body }
-            DType::F32 => { type $T = f32; $body }
-            DType::F16 => { type $T = f16; $body }
-            DType::BF16 => { type $T = Brain; $body }
-            DType::I64 => { type $T = i64; $body }
-            DType::I32 => { type $T = i32; $body }
-            DType::I16 => { type $T = i16; $body }
-            DType::I8 => { type $T = i8; $body }
-            DType::U64 => { type $T = u64; $body }
-            DType::U32 => { type $T = u32; $body }
-            DType::U16 => { type $T = u16; $body }
-            DType::U8 | DType::Bool => { type $T = u8; $body }
+            DType::F64 => {
+                type $T = f64;
+                $body
+            }
+            DType::F32 => {
+                type $T = f32;
+                $body
+            }
+            DType::F16 => {
+                type $T = f16;
+                $body
+            }
+            DType::BF16 => {
+                type $T = Brain;
+                $body
+            }
+            DType::I64 => {
+                type $T = i64;
+                $body
+            }
+            DType::I32 => {
+                type $T = i32;
+                $body
+            }
+            DType::I16 => {
+                type $T = i16;
+                $body
+            }
+            DType::I8 => {
+                type $T = i8;
+                $body
+            }
+            DType::U64 => {
+                type $T = u64;
+                $body
+            }
+            DType::U32 => {
+                type $T = u32;
+                $body
+            }
+            DType::U16 => {
+                type $T = u16;
+                $body
+            }
+            DType::U8 | DType::Bool => {
+                type $T = u8;
+                $body
+            }
         }
     };
 }

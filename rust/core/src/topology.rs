@@ -39,7 +39,8 @@ impl Layout {
     /// Cuts `0..count` into parts so that on every host exactly one member carries each part. With the same number of
     /// ranks on every host these are the equal shares of the ranks; otherwise shares are cut where any host's share ends.
     pub fn parts(&self, count: usize, align: usize) -> Vec<Part> {
-        let mut cuts: Vec<usize> = self.hosts.iter().flat_map(|h| (0..=h.len()).map(|i| cut(count, h.len(), i, align))).collect();
+        let mut cuts: Vec<usize> =
+            self.hosts.iter().flat_map(|h| (0..=h.len()).map(|i| cut(count, h.len(), i, align))).collect();
         cuts.sort_unstable();
         cuts.dedup();
         cuts.windows(2)

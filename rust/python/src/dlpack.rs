@@ -8,7 +8,6 @@ use offbeat_core::transport::shm::arena::Piece;
 use pyo3::ffi;
 use pyo3::prelude::*;
 
-
 const NAME: &CStr = c"dltensor";
 const CPU: i32 = 1;
 

@@ -73,7 +73,14 @@ pub(crate) enum Reply {
 
 impl Group {
     /// Runs or queues a call; `keep` are the tensors whose memory it uses.
-    fn call(&self, py: Python<'_>, call: Call, keep: Vec<Py<PyAny>>, async_op: bool, gives_tensors: bool) -> PyResult<Reply> {
+    fn call(
+        &self,
+        py: Python<'_>,
+        call: Call,
+        keep: Vec<Py<PyAny>>,
+        async_op: bool,
+        gives_tensors: bool,
+    ) -> PyResult<Reply> {
         if async_op {
             let work = Work { call, keep: Some(Box::new(keep)) };
             let ticket = py.detach(|| self.0.enqueue(work, None)).map_err(raise)?;
@@ -161,7 +168,13 @@ impl Group {
         self.call(py, call, keep([tensor], async_op), async_op, true)
     }
 
-    fn reduce_scatter(&self, py: Python<'_>, tensors: Vec<Bound<'_, PyAny>>, op: &str, async_op: bool) -> PyResult<Reply> {
+    fn reduce_scatter(
+        &self,
+        py: Python<'_>,
+        tensors: Vec<Bound<'_, PyAny>>,
+        op: &str,
+        async_op: bool,
+    ) -> PyResult<Reply> {
         let call = Call::ReduceScatter { tensors: views(&tensors)?, op: self::op(op)? };
         self.call(py, call, keep(&tensors, async_op), async_op, true)
     }

@@ -29,7 +29,8 @@ pub(crate) fn install(rank: u32) {
     static ONCE: OnceLock<()> = OnceLock::new();
     RANK.store(rank, Ordering::Relaxed);
     ONCE.get_or_init(|| {
-        let level = std::env::var("OFFBEAT_DEBUG").ok().and_then(|level| level.parse().ok()).unwrap_or(LevelFilter::Warn);
+        let level =
+            std::env::var("OFFBEAT_DEBUG").ok().and_then(|level| level.parse().ok()).unwrap_or(LevelFilter::Warn);
         // another logger in this process (there is none in the wheel) would stay in charge
         if log::set_logger(&Stderr).is_ok() {
             log::set_max_level(level);

@@ -6,9 +6,9 @@
 use std::ffi::{c_int, c_void};
 use std::ptr::NonNull;
 
+use offbeat_core::Error;
 use offbeat_core::buffer::{Buffer, Shaped};
 use offbeat_core::dtype::DType;
-use offbeat_core::Error;
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -23,7 +23,10 @@ fn dtype_of(tensor: &Bound<'_, PyAny>) -> PyResult<DType> {
     let py = tensor.py();
     let known = KNOWN.get_or_try_init(py, || {
         let torch = py.import("torch")?;
-        DType::ALL.iter().map(|dtype| Ok((torch.getattr(dtype.name())?.as_ptr() as usize, *dtype))).collect::<PyResult<_>>()
+        DType::ALL
+            .iter()
+            .map(|dtype| Ok((torch.getattr(dtype.name())?.as_ptr() as usize, *dtype)))
+            .collect::<PyResult<_>>()
     })?;
     let dtype = tensor.getattr(intern!(py, "dtype"))?;
     match known.iter().find(|(address, _)| *address == dtype.as_ptr() as usize) {
@@ -39,7 +42,8 @@ pub(crate) fn view(tensor: &Bound<'_, PyAny>) -> PyResult<Shaped> {
     let py = tensor.py();
     let dtype = dtype_of(tensor)?;
     let shape = tensor.getattr(intern!(py, "shape"))?;
-    let shape: Vec<u64> = shape.cast::<PyTuple>()?.iter().map(|dimension| dimension.extract()).collect::<PyResult<_>>()?;
+    let shape: Vec<u64> =
+        shape.cast::<PyTuple>()?.iter().map(|dimension| dimension.extract()).collect::<PyResult<_>>()?;
     let address: usize = tensor.call_method0(intern!(py, "data_ptr"))?.extract()?;
     let count = shape.iter().product::<u64>() as usize;
     // an empty tensor has no address

@@ -130,8 +130,7 @@ pub fn offered(all: &[Interface], selector: &Selector, route: Option<IpAddr>) ->
             have.join(", ")
         )));
     }
-    let mut addresses: Vec<IpAddr> =
-        selected.iter().map(|i| i.ip).filter(|ip| !is_link_local(*ip)).collect();
+    let mut addresses: Vec<IpAddr> = selected.iter().map(|i| i.ip).filter(|ip| !is_link_local(*ip)).collect();
     addresses.sort_by_key(|ip| (Some(*ip) != route, ip.is_loopback(), ip.is_ipv6()));
     let loopback = all.iter().map(|i| i.ip).filter(|ip| ip.is_loopback() && !addresses.contains(ip));
     let loopback: Vec<IpAddr> = loopback.collect();

@@ -90,6 +90,11 @@ impl Reception<'_> {
         self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
     }
 
+    /// Looks through the frames that are there, and leaves them.
+    pub fn find<T>(&self, look: impl Fn(&Delivery) -> Option<T>) -> Option<T> {
+        self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner).iter().find_map(look)
+    }
+
     /// Waits for the next frame; `missing` names the ranks that are waited for.
     pub fn next(&self, watch: &Watch<'_>, missing: impl Fn() -> Vec<u32>) -> Result<Delivery> {
         let mut queue = self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner);

@@ -6,10 +6,10 @@
 //! - [`frame`]: what travels on a stream; [`handshake`]: what comes before the first frame
 //! - [`address`], [`host`]: which address to dial, who shares a machine (pure decisions)
 //! - [`rendezvous`]: how ranks find each other through a store
-//! - [`mesh`]: links to all ranks, chosen and built once; `tcp`, `link`, `socket` stand behind it
+//! - [`mesh`]: links to all ranks, chosen and built once; `linking`, `tcp`, `link`, `socket` stand behind it
 //! - [`outbox`], [`inbox`], [`pool`]: frames on their way out and in
 //! - [`roster`]: who is still there; every wait asks it
-//! - `shm`: shared memory between the ranks of one host (Linux)
+//! - `shm`: shared memory between the ranks of one host
 //! - [`fork`]: what must not survive into forked children
 
 pub mod address;
@@ -20,12 +20,12 @@ pub mod handshake;
 pub mod host;
 pub mod inbox;
 pub mod link;
+mod linking;
 pub mod mesh;
 pub mod outbox;
 pub mod pool;
 pub mod rendezvous;
 pub mod roster;
-#[cfg(target_os = "linux")]
 pub mod shm;
 mod socket;
 mod tcp;

@@ -120,7 +120,9 @@ impl Link {
     pub(crate) fn send(&self, frame: Outgoing) {
         self.sent.fetch_add((HEADER + frame.payload.len()) as u64, Ordering::Relaxed);
         let stream = match frame.header.kind {
-            FrameKind::Data | FrameKind::Piece if !self.queues.is_empty() => frame.header.index as usize % self.queues.len(),
+            FrameKind::Data | FrameKind::Piece if !self.queues.is_empty() => {
+                frame.header.index as usize % self.queues.len()
+            }
             _ => 0,
         };
         // a closed queue means that the peer is gone, which the roster tells whoever waits
@@ -153,7 +155,8 @@ async fn read_stream(socket: Arc<Socket>, hub: Arc<Hub>, peer: u32, number: usiz
             Err(End::Io(error)) => break format!("its connection broke: {error}"),
             Err(End::Bad(error)) => {
                 let card = hub.roster.card(peer);
-                let story = format!("{} sent a bad frame: {}; try: the same offbeat on every host", card.name(), error.message);
+                let story =
+                    format!("{} sent a bad frame: {}; try: the same offbeat on every host", card.name(), error.message);
                 hub.roster.failed(peer, Error::of_rank(Kind::BadFrame, peer, &card.host, story));
                 break "it sent a bad frame".to_owned();
             }

@@ -8,13 +8,12 @@
 //! 4. Everyone tells everyone that it is ready; nobody returns before all have. The store is not needed after that.
 
 use std::collections::HashMap;
-use std::future::Future;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
-use tokio::sync::mpsc::{self, UnboundedReceiver};
-use tokio::task::{JoinHandle, JoinSet};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
 
 use crate::address::{self, Selector};
 use crate::error::{Error, Kind, Result};
@@ -23,6 +22,9 @@ use crate::handshake::Purpose;
 use crate::host::Identity;
 use crate::inbox::Switchboard;
 use crate::link::{Hub, Link, LinkKind};
+use crate::linking::{
+    Attached, Lobby, attach_to_lower, check_cards, dial_lower, run, streams_for, teams, watch_process,
+};
 use crate::outbox::{Outgoing, Payload};
 use crate::pool::Pool;
 use crate::rendezvous::{self, Card, Store};
@@ -31,7 +33,7 @@ use crate::shm::arena::{Arena, Mapping, Piece};
 use crate::shm::attach::{self, Neighbour};
 use crate::shm::team;
 use crate::socket::Socket;
-use crate::tcp::{self, Arrival, Door};
+use crate::tcp::{self, Door};
 use crate::{Interrupt, fork};
 
 /// How to link.
@@ -165,11 +167,8 @@ impl Mesh {
         };
         let dialed = run(runtime, interrupt, dial)?;
 
-        let hub = Arc::new(Hub {
-            roster: Roster::new(me, cards),
-            board: Switchboard::default(),
-            pool: Pool::default(),
-        });
+        let hub =
+            Arc::new(Hub { roster: Roster::new(me, cards), board: Switchboard::default(), pool: Pool::default() });
         let mut mesh = Mesh {
             me,
             runtime: runtime.clone(),
@@ -200,7 +199,7 @@ impl Mesh {
 
     fn start_links(
         &mut self,
-        attached: HashMap<u32, (Socket, Neighbour)>,
+        attached: Attached,
         mut dialed: HashMap<u32, Vec<Socket>>,
         mut lobby: Lobby,
         reasons: &HashMap<(u32, u32), String>,
@@ -319,10 +318,7 @@ impl Mesh {
     pub fn fail(&self, cause: &str) {
         let card = self.hub.roster.card(self.me);
         let message = format!("{} raised {cause}; try: fix it there, the other ranks only report it", card.name());
-        let story = Error {
-            cause: cause.to_owned(),
-            ..Error::of_rank(Kind::PeerFailed, self.me, &card.host, message)
-        };
+        let story = Error { cause: cause.to_owned(), ..Error::of_rank(Kind::PeerFailed, self.me, &card.host, message) };
         for rank in (0..self.world()).filter(|r| *r != self.me) {
             self.tell(rank, Header::bare(FrameKind::Failed), &story.to_bytes());
         }
@@ -349,254 +345,11 @@ impl Mesh {
     }
 }
 
-/// Several streams help where one cannot fill the wire: when the round trip is long, one window or one loss holds it up.
-fn streams_for(round_trip: Duration) -> u8 {
-    if round_trip > Duration::from_millis(2) { 4 } else { 1 }
-}
-
-/// The ranks that share memory: those under one label, if every pair of them attached.
-fn teams(hosts: &[&str], failed: impl Fn(u32, u32) -> bool) -> Vec<Vec<u32>> {
-    let mut by_host: Vec<(&str, Vec<u32>)> = Vec::new();
-    for (rank, host) in hosts.iter().enumerate() {
-        match by_host.iter_mut().find(|(label, _)| label == host) {
-            Some((_, ranks)) => ranks.push(rank as u32),
-            None => by_host.push((host, vec![rank as u32])),
-        }
-    }
-    let mut teams = Vec::new();
-    for (_, ranks) in by_host {
-        let pairs = ranks.iter().flat_map(|a| ranks.iter().map(move |b| (*a, *b)));
-        if pairs.filter(|(a, b)| a < b).any(|(a, b)| failed(a, b)) {
-            teams.extend(ranks.into_iter().map(|rank| vec![rank]));
-        } else {
-            teams.push(ranks);
-        }
-    }
-    teams.sort_by_key(|team| team[0]);
-    teams
-}
-
-fn check_cards(cards: &[Card]) -> Result<()> {
-    let first = &cards[0];
-    for (rank, card) in cards.iter().enumerate() {
-        if card.version != first.version || card.rank as usize != rank {
-            return Err(Error::of_rank(
-                Kind::Mismatch,
-                card.rank,
-                &card.host,
-                format!(
-                    "{} has offbeat {} and {} has {}; try: install the same version on every host",
-                    first.name(),
-                    first.version,
-                    card.name(),
-                    card.version
-                ),
-            ));
-        }
-    }
-    Ok(())
-}
-
-/// Runs a future on this thread, and lets the caller's signal handlers run now and then.
-fn run<T>(runtime: &Handle, interrupt: Option<&Interrupt<'_>>, work: impl Future<Output = Result<T>>) -> Result<T> {
-    runtime.block_on(async {
-        tokio::pin!(work);
-        loop {
-            tokio::select! {
-                done = &mut work => return done,
-                () = tokio::time::sleep(Duration::from_millis(100)) => interrupt.map_or(Ok(()), |check| check())?,
-            }
-        }
-    })
-}
-
-type Attached = HashMap<u32, (Socket, Neighbour)>;
-
-/// Tries shared memory with every lower rank under the same label: what worked, and why the rest did not.
-async fn attach_to_lower(door: &Door, cards: &[Card], deadline: Instant) -> Result<(Attached, Vec<(u32, String)>)> {
-    let (mut attached, mut failures) = (HashMap::new(), Vec::new());
-    let mine = &cards[door.me as usize];
-    for card in cards.iter().filter(|c| c.rank < door.me && c.host == mine.host) {
-        let attempt = async {
-            let Some((arena, control)) = &door.memory else {
-                return Err(Error::unsupported(format!("switched off on rank {} (OFFBEAT_SHM=0)", door.me)));
-            };
-            if card.socket.is_empty() {
-                return Err(Error::unsupported(format!("switched off on rank {} (OFFBEAT_SHM=0)", card.rank)));
-            }
-            let socket = attach::connect(&card.socket)?;
-            tcp::introduce(&socket, door, card.rank, |_| Purpose::Attach).await?;
-            let neighbour = attach::swap(&socket, arena, *control).await?;
-            Ok((socket, neighbour))
-        };
-        let limit = deadline.saturating_duration_since(Instant::now());
-        match tokio::time::timeout(limit, attempt).await {
-            Ok(Ok(neighbour)) => {
-                attached.insert(card.rank, neighbour);
-            }
-            Ok(Err(error)) => failures.push((card.rank, error.message)),
-            Err(_) => failures.push((card.rank, "no answer on its Unix socket".to_owned())),
-        }
-    }
-    Ok((attached, failures))
-}
-
-/// Dials every lower rank that is not in my team; the first stream tells how many more there should be.
-async fn dial_lower(
-    door: &Door,
-    cards: &[Card],
-    interfaces: &[address::Interface],
-    peers: &[u32],
-    choose: impl Fn(Duration) -> Purpose + Copy + Send + Sync + 'static,
-    deadline: Instant,
-) -> Result<HashMap<u32, Vec<Socket>>> {
-    let mut dials = JoinSet::new();
-    for card in peers.iter().filter(|r| **r < door.me).map(|r| &cards[*r as usize]) {
-        let same_machine = card.machine == cards[door.me as usize].machine;
-        let addresses = address::candidates(interfaces, &card.addresses, card.port, same_machine);
-        let (door, card) = (door.clone(), card.clone());
-        dials.spawn(async move {
-            let unreachable = |error: Error| unreachable_peer(&card, door.me, &error);
-            let (first, address, purpose) =
-                tcp::dial(&door, card.rank, &addresses, choose, deadline).await.map_err(unreachable)?;
-            let Purpose::Stream { of, .. } = purpose else { return Ok((card.rank, vec![first])) };
-            let mut sockets = vec![first];
-            for number in 1..of {
-                let purpose = move |_| Purpose::Stream { number, of };
-                let (socket, ..) =
-                    tcp::dial(&door, card.rank, &[address], purpose, deadline).await.map_err(unreachable)?;
-                sockets.push(socket);
-            }
-            Ok((card.rank, sockets))
-        });
-    }
-    let mut dialed = HashMap::new();
-    while let Some(done) = dials.join_next().await {
-        let (rank, sockets) = done.map_err(|e| Error::io("a dialing task ended", e))??;
-        dialed.insert(rank, sockets);
-    }
-    Ok(dialed)
-}
-
-fn unreachable_peer(card: &Card, me: u32, error: &Error) -> Error {
-    let tried = if error.kind == Kind::Unauthorized { "refused" } else { "could not reach" };
-    Error::of_rank(
-        error.kind,
-        card.rank,
-        &card.host,
-        format!(
-            "rank {me} {tried} {} at {}; try: choose an interface that both hosts share with OFFBEAT_SOCKET_IFNAME (as \
-             10.0.0.0/8 or eth0), open the firewall between them, and run `offbeat doctor`",
-            card.name(),
-            error.message
-        ),
-    )
-}
-
-/// Connections from higher ranks, until all have come.
-struct Lobby {
-    arrivals: UnboundedReceiver<Arrival>,
-    attached: Attached,
-    streams: HashMap<u32, Vec<Option<Socket>>>,
-}
-
-impl Lobby {
-    async fn wait(
-        &mut self,
-        cards: &[Card],
-        attach: Vec<u32>,
-        stream: Vec<u32>,
-        deadline: Instant,
-        began: Instant,
-    ) -> Result<()> {
-        loop {
-            let attached = attach.iter().all(|r| self.attached.contains_key(r));
-            let complete = |r: &&u32| !self.streams.get(r).is_some_and(|s| s.iter().all(Option::is_some));
-            let missing: Vec<u32> = stream.iter().filter(complete).copied().collect();
-            if attached && missing.is_empty() {
-                return Ok(());
-            }
-            let limit = deadline.saturating_duration_since(Instant::now());
-            match tokio::time::timeout(limit, self.arrivals.recv()).await {
-                Ok(Some(arrival)) => self.seat(arrival),
-                Ok(None) | Err(_) => {
-                    let late = missing.first().or_else(|| attach.iter().find(|r| !self.attached.contains_key(r)));
-                    let card = &cards[late.copied().unwrap_or_default() as usize];
-                    return Err(Error::of_rank(
-                        Kind::Timeout,
-                        card.rank,
-                        &card.host,
-                        format!(
-                            "{} did not link within {:.1} s; try: read its output, open the firewall between the hosts, or \
-                             raise connect_timeout (OFFBEAT_CONNECT_TIMEOUT)",
-                            card.name(),
-                            began.elapsed().as_secs_f64()
-                        ),
-                    ));
-                }
-            }
-        }
-    }
-
-    fn seat(&mut self, arrival: Arrival) {
-        match (arrival.intro.purpose, arrival.neighbour) {
-            (Purpose::Attach, Some(neighbour)) => {
-                self.attached.insert(arrival.intro.from, (arrival.socket, neighbour));
-            }
-            (Purpose::Attach, None) => {}
-            (Purpose::Stream { number, of }, _) => {
-                let streams = self.streams.entry(arrival.intro.from).or_default();
-                streams.resize_with(usize::from(of), || None);
-                streams[usize::from(number)] = Some(arrival.socket);
-            }
-        }
-    }
-
-    fn take_streams(&mut self, rank: u32) -> Option<Vec<Socket>> {
-        self.streams.remove(&rank).map(|streams| streams.into_iter().flatten().collect())
-    }
-}
-
-/// Watches a neighbour's process: its sockets may live on in children that it forked, its process does not.
-fn watch_process(runtime: &Handle, hub: &Arc<Hub>, rank: u32, socket: &Socket) -> Option<JoinHandle<()>> {
-    let pid = socket.as_unix()?.peer_cred().ok()?.pid()?;
-    let pid = rustix::process::Pid::from_raw(pid)?;
-    let descriptor = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::NONBLOCK).ok()?;
-    let hub = Arc::clone(hub);
-    Some(runtime.spawn(async move {
-        // SAFETY: the descriptor is owned by the `AsyncFd`, which keeps it open for as long as it is registered.
-        let Ok(process) = (unsafe { tokio::io::unix::AsyncFd::register(descriptor) }) else { return };
-        if process.readable().await.is_ok() {
-            // a goodbye or the story of a failure may still be on its way
-            tokio::time::sleep(Duration::from_millis(200)).await;
-            hub.roster.lost(rank, "its process ended without a goodbye (killed or crashed?)");
-        }
-    }))
-}
-
 impl Drop for Mesh {
     fn drop(&mut self) {
         if !fork::in_child() {
             self.hub.roster.close();
             self.tasks.iter().for_each(JoinHandle::abort);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_host_is_a_team_only_if_all_pairs_attached() {
-        let hosts = ["a", "b", "a", "b", "a"];
-        assert_eq!(teams(&hosts, |_, _| false), [vec![0, 2, 4], vec![1, 3]]);
-        assert_eq!(teams(&hosts, |low, high| (low, high) == (0, 4)), [vec![0], vec![1, 3], vec![2], vec![4]]);
-    }
-
-    #[test]
-    fn long_round_trips_get_more_streams() {
-        assert_eq!(streams_for(Duration::from_micros(80)), 1);
-        assert_eq!(streams_for(Duration::from_millis(10)), 4);
     }
 }

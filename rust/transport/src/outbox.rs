@@ -136,7 +136,7 @@ impl Sends {
         while *count > 0 {
             count = self.pending.none.wait_timeout(count, SLICE).unwrap_or_else(PoisonError::into_inner).0;
             if *count > 0 {
-                watch.check(|| Vec::new())?;
+                watch.check(Vec::new)?;
             }
         }
         Ok(())

@@ -161,8 +161,9 @@ impl Roster {
         }
     }
 
-    /// Whether a group of ranks can go on: the story of its failure, or of a member that is not there any more.
-    pub fn verdict(&self, group: u64, members: &[u32]) -> Result<()> {
+    /// Whether a group of ranks can go on: the story of its failure, or of a member that is not there any more. A member
+    /// that left in good order is missed only by those that still need it: it may have done its part of a call before.
+    pub fn verdict(&self, group: u64, members: &[u32], needed: impl Fn() -> Vec<u32>) -> Result<()> {
         if !self.trouble.load(Ordering::Acquire) {
             return Ok(());
         }
@@ -173,8 +174,8 @@ impl Roster {
         for &rank in members {
             match &state.presence[rank as usize] {
                 Presence::Gone(error) => return Err(error.clone()),
-                Presence::Left(why) => return Err(left(self.card(rank), why)),
-                Presence::Linking | Presence::Here | Presence::Leaving(_) => {}
+                Presence::Left(why) if needed().contains(&rank) => return Err(left(self.card(rank), why)),
+                Presence::Left(_) | Presence::Linking | Presence::Here | Presence::Leaving(_) => {}
             }
         }
         Ok(())
@@ -227,7 +228,7 @@ pub struct Watch<'a> {
 impl Watch<'_> {
     /// The verdict; `missing` names the ranks that are waited for.
     pub fn check(&self, missing: impl Fn() -> Vec<u32>) -> Result<()> {
-        self.roster.verdict(self.group, self.members)?;
+        self.roster.verdict(self.group, self.members, &missing)?;
         if let Some(interrupt) = self.interrupt {
             interrupt()?;
         }

@@ -184,7 +184,8 @@ pub(crate) async fn dial(
             attempts.spawn(async move {
                 sleep(STAGGER * turn as u32).await;
                 let attempt = async {
-                    let stream = TcpStream::connect(address).await.map_err(|e| Error::new(Kind::PeerLost, e.to_string()))?;
+                    let stream =
+                        TcpStream::connect(address).await.map_err(|e| Error::new(Kind::PeerLost, e.to_string()))?;
                     let socket = Socket::tcp(stream, door.patience).map_err(|e| Error::io("socket options", e))?;
                     let purpose = introduce(&socket, &door, to, purpose).await?;
                     Ok((socket, purpose))

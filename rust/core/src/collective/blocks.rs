@@ -38,6 +38,7 @@ pub(crate) fn all_gather(context: &mut Context<'_>, mine: Shaped) -> Result<Vec<
         .filter(|(their_seat, _)| layout.opposite(host, *their_seat) == context.me)
         .map(|(_, member)| *member)
         .collect();
+    context.compare_neighbours()?;
     let mut blocks = receive_blocks(context, &expected)?;
     if layout.hosts[host].len() > 1 {
         let mut items = vec![Item { origin: context.me, to: None, block: mine.clone() }];
@@ -86,7 +87,9 @@ pub(crate) fn exchange(
 
 /// One block from each of some members, in their order.
 pub(crate) fn in_order(mut blocks: HashMap<usize, Owned>, members: impl Iterator<Item = usize>) -> Result<Vec<Owned>> {
-    members.map(|m| blocks.remove(&m).ok_or_else(|| Error::io("gathering", format!("no block of member {m}")))).collect()
+    members
+        .map(|m| blocks.remove(&m).ok_or_else(|| Error::io("gathering", format!("no block of member {m}"))))
+        .collect()
 }
 
 /// The sum of all members' blocks for me. Hosts sum among themselves first: one block crosses for each pair of a host and
@@ -219,7 +222,8 @@ fn encode_shape(block: &Shaped) -> Vec<u8> {
     bytes
 }
 
-fn decode_shape(bytes: &[u8]) -> Option<(DType, Vec<u64>)> {
+/// Reads a shape that travelled, if it is one of a tensor that could be.
+pub fn decode_shape(bytes: &[u8]) -> Option<(DType, Vec<u64>)> {
     let (head, dimensions) = bytes.split_at_checked(2)?;
     let dtype = DType::from_code(head[0])?;
     if dimensions.len() != usize::from(head[1]) * 8 {
@@ -376,7 +380,8 @@ fn share(context: &mut Context<'_>, items: &[Item]) -> Result<HashMap<usize, Own
             let len = team.address(neighbour, base, 8)?.cast::<u64>().read() as usize;
             std::slice::from_raw_parts(team.address(neighbour, base + 8, len)?.cast_const(), len)
         };
-        let unreadable = || Error::io("sharing blocks", format!("rank {} has an unreadable table", team.rank(neighbour)));
+        let unreadable =
+            || Error::io("sharing blocks", format!("rank {} has an unreadable table", team.rank(neighbour)));
         let mut rest = table;
         while !rest.is_empty() {
             let (words, tail) = rest.split_at_checked(40).ok_or_else(unreadable)?;

@@ -39,9 +39,10 @@ pub(crate) fn run(context: &mut Context<'_>, buffer: Buffer, root: usize) -> Res
     let (host, _) = layout.seat(context.me);
     let (root_host, root_seat) = layout.seat(root);
     let hosts = layout.hosts.len();
-    let receivers: Vec<usize> =
-        (0..hosts).map(|step| layout.opposite((root_host + step) % hosts, root_seat)).collect();
+    let receivers: Vec<usize> = (0..hosts).map(|step| layout.opposite((root_host + step) % hosts, root_seat)).collect();
     let receiver = receivers[(host + hosts - root_host) % hosts];
+    context.announce();
+    context.compare_neighbours()?;
     if hosts > 1 && receiver == context.me {
         let short = hosts == 2 || (hosts - 1) * buffer.bytes() <= context.tuning.exchange;
         relay(context, buffer, place(&receivers, context.me, short))?;
@@ -49,10 +50,7 @@ pub(crate) fn run(context: &mut Context<'_>, buffer: Buffer, root: usize) -> Res
     if layout.hosts[host].len() > 1 {
         share(context, buffer, receiver)?;
     }
-    if hosts > 1 {
-        context.announce();
-        context.hear_all()?;
-    }
+    context.hear_all()?;
     context.drain()
 }
 

@@ -40,7 +40,8 @@ pub(crate) fn all_reduce(
     if buffer.bytes() <= context.tuning.inline {
         return short(context, buffer, op, divisor, only);
     }
-    let segment_bytes = context.tuning.segment.max(LINE);
+    // whole lines, so that both halves of a staging area are aligned to every type
+    let segment_bytes = (context.tuning.segment / LINE).max(1) * LINE;
     let offset = context.mesh.arena().mapping().offset_of(buffer.start, buffer.bytes());
     let staging: Option<Piece> = match offset {
         Some(_) => None,

@@ -17,6 +17,7 @@ pub mod blocks;
 pub mod broadcast;
 pub mod local;
 
+use std::cell::Cell;
 use std::collections::{HashSet, VecDeque};
 
 use offbeat_transport::frame::{FrameKind, Header, Note};
@@ -66,6 +67,8 @@ pub(crate) struct Context<'a> {
     pub(crate) sends: Sends,
     /// Members that have announced themselves without data.
     here: HashSet<usize>,
+    /// Members of which anything has come: they are in this call, and not to blame if it takes too long.
+    heard: HashSet<usize>,
     /// Data that came while something else was waited for.
     early: VecDeque<(usize, Delivery)>,
 }
@@ -98,19 +101,19 @@ impl<'a> Context<'a> {
             reception: several.then(|| mesh.board().open(Channel::Call(group, sequence))),
             sends: Sends::default(),
             here: HashSet::new(),
+            heard: HashSet::new(),
             early: VecDeque::new(),
         }
     }
 
     /// The team, where the caller knows that there is one.
     pub(crate) fn team(&mut self) -> Result<&mut Team> {
-        self.team.as_deref_mut().ok_or_else(|| Error::io("shared memory", "this rank has no team"))
+        self.team.as_deref_mut().ok_or_else(no_team)
     }
 
     /// Meets the team and makes sure that all members are in the same call.
     pub(crate) fn meet_and_compare(&mut self) -> Result<()> {
-        let watch = self.watch;
-        self.team()?.meet(watch)?;
+        self.meet()?;
         let team = self.team()?;
         let notes: Vec<(u32, Note)> = (0..team.len()).map(|member| (team.rank(member), team.note(member))).collect();
         if notes.iter().all(|(_, note)| *note == self.note) {
@@ -119,9 +122,37 @@ impl<'a> Context<'a> {
         Err(self.mismatch(&notes))
     }
 
+    /// Compares the calls of neighbours in a call on several hosts that waits for another host before the neighbours would
+    /// meet: those that differ must learn it before they wait for different ranks.
+    pub(crate) fn compare_neighbours(&mut self) -> Result<()> {
+        if self.team.is_none() || self.layout.hosts.len() == 1 {
+            return Ok(());
+        }
+        let note = self.note;
+        self.team()?.begin(&note, 0);
+        self.meet_and_compare()
+    }
+
+    /// Meets the team. A frame of another call ends the wait: a neighbour may be waiting for whoever sent it.
     pub(crate) fn meet(&mut self) -> Result<()> {
-        let watch = self.watch;
-        self.team()?.meet(watch)
+        let (watch, note) = (self.watch, self.note);
+        let team = self.team.as_deref_mut().ok_or_else(no_team)?;
+        let other: Cell<Option<(u32, Note)>> = Cell::new(None);
+        let differs = |delivery: &Delivery| {
+            (delivery.header.note != note).then_some((delivery.from, delivery.header.note))
+        };
+        let look = || {
+            other.set(self.reception.as_ref().and_then(|reception| reception.find(differs)));
+            match other.get() {
+                Some(_) => Err(Error::new(Kind::Mismatch, "a frame of another call")),
+                None => watch.interrupt.map_or(Ok(()), |check| check()),
+            }
+        };
+        let result = team.meet(&Watch { interrupt: Some(&look), ..*watch });
+        match other.get() {
+            Some(theirs) if result.is_err() => Err(self.mismatch(&[(self.mesh.me(), note), theirs])),
+            _ => result,
+        }
     }
 
     fn mismatch(&self, notes: &[(u32, Note)]) -> Error {
@@ -216,13 +247,18 @@ impl<'a> Context<'a> {
 
     fn take_one(&mut self, missing: &dyn Fn() -> Vec<usize>) -> Result<()> {
         let reception = self.reception.as_ref().ok_or_else(|| Error::io("receiving", "there is one host only"))?;
-        let ranks = || missing().into_iter().map(|member| self.ranks[member]).collect();
+        let ranks = || {
+            let (silent, others): (Vec<usize>, Vec<usize>) = missing().iter().partition(|m| !self.heard.contains(m));
+            let late = if silent.is_empty() { others } else { silent };
+            late.into_iter().map(|member| self.ranks[member]).collect()
+        };
         let delivery = reception.next(self.watch, ranks)?;
         self.sort(delivery)
     }
 
     fn sort(&mut self, delivery: Delivery) -> Result<()> {
         let (from, delivery) = self.admit(delivery)?;
+        self.heard.insert(from);
         if delivery.header.stage == Stage::Here as u8 {
             self.here.insert(from);
         } else {
@@ -244,11 +280,16 @@ impl<'a> Context<'a> {
 
     pub(crate) fn bad_frame(&self, rank: u32, why: &str) -> Error {
         let card = self.mesh.roster().card(rank);
-        Error::of_rank(Kind::BadFrame, rank, &card.host, format!("{} sent a frame that does not fit: {why}", card.name()))
+        Error::of_rank(
+            Kind::BadFrame,
+            rank,
+            &card.host,
+            format!("{} sent a frame that does not fit: {why}", card.name()),
+        )
     }
 
     /// A call in which not every host sends to every other has one rank, the first of the group, hear from all, so that
-    /// no difference goes unnoticed. Call once, when all data has been sent.
+    /// no difference goes unnoticed. Call once, before any wait for data: ranks that differ may wait for each other.
     pub(crate) fn announce(&self) {
         let (my_host, my_seat) = self.layout.seat(self.me);
         if my_host != 0 && my_seat == 0 {
@@ -265,8 +306,17 @@ impl<'a> Context<'a> {
         self.hear(&firsts)
     }
 
+    /// Takes back what was lent and has not left, by copying it: for a failed call, before the memory goes away.
+    pub(crate) fn recall(&mut self) {
+        self.sends = Sends::default();
+    }
+
     /// Waits until everything lent has left.
     pub(crate) fn drain(&self) -> Result<()> {
         self.sends.wait(self.watch)
     }
+}
+
+fn no_team() -> Error {
+    Error::io("shared memory", "this rank has no team")
 }

@@ -7,8 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use rustix::fs::{FallocateFlags, MemfdFlags, SealFlags};
-use rustix::mm::{Advice, MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, ProtFlags};
 
 use super::space::{PAGE, Space};
 use crate::error::{Error, Result};
@@ -38,8 +37,9 @@ impl Mapping {
         // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
         let start = unsafe { rustix::mm::mmap(std::ptr::null_mut(), len, read_write, flags, memory, 0) }
             .map_err(|e| Error::io("cannot map shared memory (ulimit -v?)", e))?;
+        #[cfg(target_os = "linux")]
         // SAFETY: the range was just mapped; the advice changes no contents and is free to be refused.
-        let _ = unsafe { rustix::mm::madvise(start, len, Advice::LinuxHugepage) };
+        let _ = unsafe { rustix::mm::madvise(start, len, rustix::mm::Advice::LinuxHugepage) };
         let start = NonNull::new(start.cast()).ok_or_else(|| Error::io("cannot map shared memory", "null"))?;
         Ok(Mapping { start, len })
     }
@@ -99,13 +99,8 @@ pub struct Arena {
 impl Arena {
     /// Makes an arena of `capacity` bytes; pages come into being when they are touched.
     pub fn new(capacity: u64) -> Result<Arc<Self>> {
-        let failed = |e| Error::io("cannot create shared memory (memfd)", e);
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let memory = rustix::fs::memfd_create("offbeat", flags).map_err(failed)?;
         let capacity = capacity / PAGE * PAGE;
-        rustix::fs::ftruncate(&memory, capacity).map_err(failed)?;
-        let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-        rustix::fs::fcntl_add_seals(&memory, seals).map_err(failed)?;
+        let memory = create(capacity).map_err(|e| Error::io("cannot create shared memory", e))?;
         let mapping = Mapping::new(&memory, capacity as usize)?;
         let cookie = nonce()?;
         // SAFETY: nobody else knows of this mapping yet.
@@ -143,14 +138,43 @@ impl Arena {
         let keep = rounded < PAGE || space.1 + rounded <= KEPT;
         if keep {
             space.1 += rounded;
-        } else {
-            let punch = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-            if let Err(error) = rustix::fs::fallocate(&self.memory, punch, offset, rounded) {
-                log::debug!("giving shared memory back: {error}");
-            }
+        } else if let Err(error) = give_back(&self.memory, offset, rounded) {
+            log::debug!("giving shared memory back: {error}");
         }
         space.0.give(offset, len);
     }
+}
+
+/// A file in memory of a size that nobody can change.
+#[cfg(target_os = "linux")]
+fn create(capacity: u64) -> std::io::Result<OwnedFd> {
+    use rustix::fs::{MemfdFlags, SealFlags};
+    let memory = rustix::fs::memfd_create("offbeat", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
+    rustix::fs::ftruncate(&memory, capacity)?;
+    rustix::fs::fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+    Ok(memory)
+}
+
+/// Gives pages back to the system; they read as zero from then on.
+#[cfg(target_os = "linux")]
+fn give_back(memory: &OwnedFd, offset: u64, len: u64) -> std::io::Result<()> {
+    use rustix::fs::FallocateFlags;
+    Ok(rustix::fs::fallocate(memory, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, offset, len)?)
+}
+
+/// A file that is deleted at once: nobody else maps it here.
+#[cfg(not(target_os = "linux"))]
+fn create(capacity: u64) -> std::io::Result<OwnedFd> {
+    let path = std::env::temp_dir().join(format!("offbeat-{}-{capacity}", std::process::id()));
+    let file = std::fs::File::options().read(true).write(true).create(true).truncate(true).open(&path)?;
+    std::fs::remove_file(&path)?;
+    file.set_len(capacity)?;
+    Ok(file.into())
+}
+
+#[cfg(not(target_os = "linux"))]
+fn give_back(_: &OwnedFd, _: u64, _: u64) -> std::io::Result<()> {
+    Ok(())
 }
 
 /// A part of one's own arena, free again when dropped.

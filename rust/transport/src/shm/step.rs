@@ -2,18 +2,18 @@
 //!
 //! A waiter spins, then yields, then sleeps on the phase's word until it is woken. A poster wakes only if somebody may
 //! sleep. Why no wake-up is lost: the waiter counts itself among the sleepers before it looks at the phase for the last
-//! time, the poster stores the phase before it looks at the count, and both are sequentially consistent, so at least one
+//! time, the poster stores the phase before it looks at the count, and each has a fence between the two, so at least one
 //! sees the other; and sleeping is refused by the kernel when the word has changed meanwhile. The protocol is generic over
 //! its words, so that loom can try all interleavings (tests below); the mapped one uses futexes.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, Ordering, fence};
 use std::time::Duration;
 
 /// An atomic word that one can sleep on.
 pub trait Word {
-    /// Reads the word.
+    /// Reads the word; what its writer wrote before is visible after.
     fn load(&self) -> u32;
-    /// Writes the word.
+    /// Writes the word, after everything written before.
     fn store(&self, value: u32);
     /// Adds to the word, wrapping.
     fn add(&self, value: u32);
@@ -21,6 +21,8 @@ pub trait Word {
     fn sleep(&self, expected: u32, limit: Duration);
     /// Wakes all sleepers.
     fn wake(&self);
+    /// Puts everything before it before everything after it, in an order that all threads agree on.
+    fn fence();
 }
 
 /// One member's place in the protocol.
@@ -59,6 +61,7 @@ impl<W: Word> Post<W> {
     /// Announces that the owner has come to `phase`: everything that it wrote before is visible to those who see it.
     pub fn announce(&self, phase: u32) {
         self.phase.store(phase);
+        W::fence();
         if self.sleepers.load() != 0 {
             self.phase.wake();
         }
@@ -66,7 +69,12 @@ impl<W: Word> Post<W> {
 
     /// Waits until the owner has come to `target`. `verdict` is asked now and then; its error ends the wait, unless the
     /// phase was reached after all.
-    pub fn wait<E>(&self, target: u32, patience: Patience, mut verdict: impl FnMut() -> Result<(), E>) -> Result<(), E> {
+    pub fn wait<E>(
+        &self,
+        target: u32,
+        patience: Patience,
+        mut verdict: impl FnMut() -> Result<(), E>,
+    ) -> Result<(), E> {
         for _ in 0..patience.spins {
             if reached(self.phase.load(), target) {
                 return Ok(());
@@ -81,6 +89,7 @@ impl<W: Word> Post<W> {
         }
         loop {
             self.sleepers.add(1);
+            W::fence();
             let seen = self.phase.load();
             let arrived = reached(seen, target);
             if !arrived {
@@ -104,17 +113,22 @@ pub struct Futex(AtomicU32);
 
 impl Word for Futex {
     fn load(&self) -> u32 {
-        self.0.load(Ordering::SeqCst)
+        self.0.load(Ordering::Acquire)
     }
 
     fn store(&self, value: u32) {
-        self.0.store(value, Ordering::SeqCst);
+        self.0.store(value, Ordering::Release);
     }
 
     fn add(&self, value: u32) {
-        self.0.fetch_add(value, Ordering::SeqCst);
+        self.0.fetch_add(value, Ordering::AcqRel);
     }
 
+    fn fence() {
+        fence(Ordering::SeqCst);
+    }
+
+    #[cfg(target_os = "linux")]
     fn sleep(&self, expected: u32, limit: Duration) {
         use rustix::thread::futex::{Flags, Timespec, wait};
         let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: i64::from(limit.subsec_nanos()) };
@@ -122,10 +136,19 @@ impl Word for Futex {
         let _ = wait(&self.0, Flags::empty(), expected, Some(&limit));
     }
 
+    #[cfg(target_os = "linux")]
     fn wake(&self) {
         use rustix::thread::futex::{Flags, wake};
         let _ = wake(&self.0, Flags::empty(), i32::MAX as u32);
     }
+
+    #[cfg(not(target_os = "linux"))]
+    fn sleep(&self, _: u32, limit: Duration) {
+        std::thread::sleep(limit.min(Duration::from_micros(50)));
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn wake(&self) {}
 }
 
 #[cfg(test)]
@@ -172,17 +195,20 @@ mod model {
 
     impl Word for Modelled {
         fn load(&self) -> u32 {
-            self.word.load(Ordering::SeqCst)
+            self.word.load(Ordering::Acquire)
         }
         fn store(&self, value: u32) {
-            self.word.store(value, Ordering::SeqCst);
+            self.word.store(value, Ordering::Release);
         }
         fn add(&self, value: u32) {
-            self.word.fetch_add(value, Ordering::SeqCst);
+            self.word.fetch_add(value, Ordering::AcqRel);
+        }
+        fn fence() {
+            loom::sync::atomic::fence(Ordering::SeqCst);
         }
         fn sleep(&self, expected: u32, _: Duration) {
             let guard = self.kernel.lock().unwrap();
-            if self.word.load(Ordering::SeqCst) == expected {
+            if self.word.load(Ordering::Acquire) == expected {
                 // no time-out in the model: a lost wake-up is a deadlock, which loom reports
                 drop(self.queue.wait(guard).unwrap());
             }
@@ -208,15 +234,17 @@ mod model {
                     .map(|_| Member { post: Post::default(), slots: [UnsafeCell::new(0), UnsafeCell::new(0)] })
                     .collect(),
             );
-            let run = |me: usize, team: Arc<Vec<Member>>| {
+            let run = move |me: usize, team: Arc<Vec<Member>>| {
                 let patience = Patience { spins: 0, yields: 0, sleep: Duration::ZERO };
                 for turn in 1..=turns {
                     let slot = (turn % 2) as usize;
                     // loom fails here if anybody may still read what the slot held two turns ago
+                    // SAFETY: loom watches over it.
                     team[me].slots[slot].with_mut(|value| unsafe { *value = turn * 10 + me as u32 });
                     team[me].post.announce(turn);
                     for (other, member) in team.iter().enumerate().filter(|(other, _)| *other != me) {
                         member.post.wait(turn, patience, || Ok::<(), ()>(())).unwrap();
+                        // SAFETY: loom watches over it.
                         let value = member.slots[slot].with(|value| unsafe { *value });
                         assert_eq!(value, turn * 10 + other as u32);
                     }

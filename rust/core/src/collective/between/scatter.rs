@@ -104,35 +104,46 @@ pub(crate) fn scatter_gather(
         visible: vec![buffer.start],
         sums: None,
     };
-    let neighbours = layout.hosts[host].len() > 1;
-    if neighbours {
-        job.enter(context)?;
+    let result = job.run(context, op, slices);
+    if result.is_err() {
+        // frames on their way may still point into the job's sums
+        context.recall();
     }
-    for slice in 0..slices {
-        if neighbours {
-            if slice > 0 {
-                job.copy_in(slice);
-                context.meet()?;
-            }
-            job.sum_slice(op, slice);
-        }
-        for id in job.mine.iter().copied().filter(|id| job.plan[*id].slice == slice) {
-            job.send_sum(context, id);
-        }
-    }
-    job.collect(context)?;
-    if neighbours {
-        context.meet()?;
-        job.copy_out();
-    }
-    if only.is_some() {
-        context.announce();
-        context.hear_all()?;
-    }
-    context.drain()
+    result
 }
 
 impl Scatter {
+    fn run(&mut self, context: &mut Context<'_>, op: Op, slices: usize) -> Result<()> {
+        let neighbours = context.layout.hosts[self.host].len() > 1;
+        if self.goal.is_some() {
+            context.announce();
+        }
+        if neighbours {
+            self.enter(context)?;
+        }
+        for slice in 0..slices {
+            if neighbours {
+                if slice > 0 {
+                    self.copy_in(slice);
+                    context.meet()?;
+                }
+                self.sum_slice(op, slice);
+            }
+            for id in self.mine.iter().copied().filter(|id| self.plan[*id].slice == slice) {
+                self.send_sum(context, id);
+            }
+        }
+        self.collect(context)?;
+        if neighbours {
+            context.meet()?;
+            self.copy_out();
+        }
+        if self.goal.is_some() {
+            context.hear_all()?;
+        }
+        context.drain()
+    }
+
     /// Stages the first slice if need be, meets the neighbours and learns where their data is.
     fn enter(&mut self, context: &mut Context<'_>) -> Result<()> {
         let arena = context.mesh.arena();
@@ -374,7 +385,8 @@ impl Scatter {
             Some(state) => *host >= state.folded && state.sums[*host].is_none(),
             None => true,
         };
-        let mut members: Vec<usize> = results.iter().filter_map(|id| Some(self.plan[*id].carriers[self.plan[*id].owner?])).collect();
+        let mut members: Vec<usize> =
+            results.iter().filter_map(|id| Some(self.plan[*id].carriers[self.plan[*id].owner?])).collect();
         for id in sums {
             let late = (0..hosts).filter(|host| *host != self.host && absent(id, host));
             members.extend(late.map(|host| self.plan[*id].carriers[host]));

@@ -18,7 +18,13 @@ pub(super) struct Wire {
 }
 
 impl Wire {
-    pub(super) fn new(context: &Context<'_>, dtype: DType, op: Op, divisor: Option<u32>, codec: Option<&'static dyn Codec>) -> Self {
+    pub(super) fn new(
+        context: &Context<'_>,
+        dtype: DType,
+        op: Op,
+        divisor: Option<u32>,
+        codec: Option<&'static dyn Codec>,
+    ) -> Self {
         Wire { dtype, op, divisor, codec, raw: context.layout.hosts.iter().map(|host| host.len() == 1).collect() }
     }
 
@@ -65,7 +71,13 @@ impl Wire {
     ///
     /// # Safety
     /// `acc` holds `count` accumulators, the targets as many elements.
-    pub(super) unsafe fn seal(&self, context: &Context<'_>, acc: *mut u8, targets: &[*mut u8], count: usize) -> Option<Block> {
+    pub(super) unsafe fn seal(
+        &self,
+        context: &Context<'_>,
+        acc: *mut u8,
+        targets: &[*mut u8],
+        count: usize,
+    ) -> Option<Block> {
         // SAFETY: the caller's promise; accumulators of types with a codec are f32.
         unsafe {
             let Some(codec) = self.codec else {

@@ -1,0 +1,85 @@
+//! all_reduce through a codec: the bits that the rule demands, within the stated bound, whatever the way; and long data.
+
+use offbeat_core::codec::{BFloat16, Codec, Float16};
+use offbeat_core::config::Tuning;
+use offbeat_core::dtype::{DType, Op};
+use offbeat_tests::reference::{self, Values, difference, fill, hosts, numbers};
+use offbeat_tests::tensor::{Memory, Tensor, all_reduce, run};
+use offbeat_tests::{ALWAYS_SHORT, LAYOUTS, NEVER_SHORT, Rank, Setup, TINY};
+
+const CODECS: [&dyn Codec; 2] = [&Float16, &BFloat16];
+
+fn inputs(rank: &Rank, dtype: DType, count: usize) -> Vec<Vec<u8>> {
+    (0..rank.world()).map(|rank| fill(dtype, Values::Finite, (count * 16 + rank) as u64, count)).collect()
+}
+
+fn coded(rank: &Rank, memory: Memory, dtype: DType, op: Op, count: usize, codec: &'static dyn Codec) {
+    let labels: Vec<&str> = rank.layout.iter().map(String::as_str).collect();
+    let inputs = inputs(rank, dtype, count);
+    let what = format!("{} on {dtype}[{count}], {op}, {memory:?}, {labels:?}", codec.name());
+    let tensor = Tensor::new(rank, memory, dtype, &inputs[rank.rank]);
+    run(rank.engine().world(), all_reduce(&tensor, op, Some(codec))).unwrap_or_else(|e| panic!("{what}: {e}"));
+    let got = tensor.bytes();
+    let (expected, bound) = reference::reduce_coded(&hosts(&labels), &inputs, dtype, op, codec);
+    if let Some(difference) = difference(dtype, &got, &expected) {
+        panic!("{what}: {difference}");
+    }
+    let exact = reference::reduce(&hosts(&labels), &inputs, dtype, op);
+    for (got, exact) in numbers(dtype, &got).iter().zip(numbers(dtype, &exact)) {
+        assert!((got - exact).abs() <= f64::from(bound), "{what}: {got} is further than {bound} from {exact}");
+    }
+}
+
+#[test]
+fn codecs_keep_the_rule_and_the_bound_on_every_way() {
+    for layout in LAYOUTS {
+        for tuning in [TINY, NEVER_SHORT, ALWAYS_SHORT] {
+            Setup::new(layout, tuning).spawn(|rank| {
+                let mut turn = 0;
+                for dtype in [DType::F32, DType::F16, DType::BF16] {
+                    for count in [0, 1, 2, 7, 15, 16, 17, 33, 64, 97, 500, 1000] {
+                        for codec in CODECS {
+                            turn += 1;
+                            let op = if turn % 4 < 2 { Op::Sum } else { Op::Mean };
+                            coded(rank, Memory::ALL[turn % 3], dtype, op, count, codec);
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn what_a_codec_cannot_do_is_refused_before_anything_is_sent() {
+    Setup::new(&["a", "b"], TINY).spawn(|rank| {
+        let group = rank.engine().world();
+        for (dtype, op) in [(DType::F64, Op::Sum), (DType::I32, Op::Sum), (DType::F32, Op::Max)] {
+            let tensor = Tensor::new(rank, Memory::Plain, dtype, &[0; 32]);
+            let error = run(group, all_reduce(&tensor, op, Some(&Float16))).unwrap_err();
+            assert!(error.message.contains("float16") && error.message.contains("try:"), "{error}");
+        }
+        // the group goes on
+        coded(rank, Memory::Plain, DType::F32, Op::Sum, 5, &Float16);
+    });
+}
+
+/// Data so long that sums inside of hosts and the wire overlap slice by slice, over several streams.
+#[test]
+fn long_data_in_slices_over_several_streams() {
+    let tuning = Tuning { chunk: 40_000, segment: 100_000, ..Tuning::default() };
+    for layout in [&["a", "a", "b", "b"][..], &["a", "b", "a"], &["a", "b", "a", "b", "c"], &["a", "a"]] {
+        Setup::new(layout, tuning).streams(3).spawn(|rank| {
+            let labels: Vec<&str> = rank.layout.iter().map(String::as_str).collect();
+            let count = 800_011;
+            for (turn, (dtype, op)) in [(DType::F32, Op::Sum), (DType::BF16, Op::Mean)].into_iter().enumerate() {
+                let inputs = inputs(rank, dtype, count);
+                let tensor = Tensor::new(rank, [Memory::Mixed, Memory::Plain][turn], dtype, &inputs[rank.rank]);
+                run(rank.engine().world(), all_reduce(&tensor, op, None)).unwrap();
+                let expected = reference::reduce(&hosts(&labels), &inputs, dtype, op);
+                assert_eq!(difference(dtype, &tensor.bytes(), &expected), None);
+            }
+            coded(rank, Memory::Shared, DType::F32, Op::Mean, count, &BFloat16);
+        });
+    }
+}
