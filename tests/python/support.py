@@ -1,7 +1,6 @@
 """What scripts on ranks have in common; `import support` works in all of them."""
 
 import json
-import os
 import time
 from pathlib import Path
 
@@ -16,14 +15,15 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 
 def fails(kind, words, call, *args, **options):
     """The call must raise exactly this error, whose message holds all the words; gives the error."""
+    raised = None
     try:
         call(*args, **options)
     except kind as error:
-        assert type(error) is kind, repr(error)
-        missing = [word for word in words.split("|") if word not in str(error)]
-        assert not missing, f"{missing} not in: {error}"
-        return error
-    raise AssertionError(f"{getattr(call, '__name__', call)} did not raise {kind.__name__}")
+        raised = error
+    assert type(raised) is kind, f"{getattr(call, '__name__', call)} raised {raised!r} and not {kind.__name__}"
+    missing = [word for word in words.split("|") if word not in str(raised)]
+    assert not missing, f"{missing} not in: {raised}"
+    return raised
 
 
 def bits(tensor):
@@ -79,7 +79,7 @@ def descriptors(target=""):
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            if target in (link := os.readlink(entry)):
+            if target in (link := str(entry.readlink())):
                 found.append(link)
         except OSError:
             continue

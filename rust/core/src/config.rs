@@ -50,7 +50,7 @@ impl Default for Config {
             reach: None,
             host: None,
             shared_memory: cfg!(target_os = "linux"),
-            shared_bytes: 1 << 36,
+            shared_bytes: memory_of_host().max(1 << 36),
             streams: None,
             version: env!("CARGO_PKG_VERSION").to_owned(),
         };
@@ -61,6 +61,13 @@ impl Default for Config {
             tuning: Tuning::default(),
         }
     }
+}
+
+/// What an arena can at most use; only the pages in use exist.
+fn memory_of_host() -> u64 {
+    let pages = std::fs::read_to_string("/proc/meminfo").ok();
+    let kilobytes = pages.as_deref().and_then(|text| text.split_whitespace().nth(1)?.parse::<u64>().ok());
+    kilobytes.unwrap_or(0) << 10
 }
 
 impl Config {

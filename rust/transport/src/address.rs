@@ -157,6 +157,11 @@ pub fn route_to(reach: &str) -> Option<IpAddr> {
     Some(socket.local_addr().ok()?.ip())
 }
 
+/// An IPv4 address in IPv6 clothes, undressed.
+pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
+    SocketAddr::new(address.ip().to_canonical(), address.port())
+}
+
 fn is_link_local(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(ip) => ip.is_link_local(),

@@ -90,7 +90,7 @@ impl Mesh {
         let began = Instant::now();
         let deadline = began + options.connect_timeout;
         let _inside = runtime.enter();
-        let arena = Arena::new(options.shared_bytes)?;
+        let arena = Arena::as_large_as_can_be(options.shared_bytes)?;
         let control = Arc::new(arena.allocate(team::CONTROL)?);
         team::prepare(&control);
         let identity = Identity::here(options.host.as_deref());

@@ -74,13 +74,34 @@ impl Socket {
     /// The addresses of both ends, empty for Unix.
     pub(crate) fn addresses(&self) -> (String, String) {
         let text = |address: io::Result<std::net::SocketAddr>| match address {
-            Ok(address) => crate::tcp::plain(address).to_string(),
+            Ok(address) => crate::address::plain(address).to_string(),
             Err(_) => String::new(),
         };
         match &self.stream {
             Stream::Tcp(stream) => (text(stream.local_addr()), text(stream.peer_addr())),
             Stream::Unix(_) => Default::default(),
         }
+    }
+
+    /// The round trip as the kernel measured it when the connection was made: unlike a clock around our own messages, it
+    /// does not count the time that busy processes wait for a processor.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        let Stream::Tcp(stream) = &self.stream else { return None };
+        // SAFETY: zero is a valid `tcp_info`: it is made of integers.
+        let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
+        let mut len = size_of::<libc::tcp_info>() as libc::socklen_t;
+        // SAFETY: the descriptor is open, and the kernel writes at most `len` bytes to `info`.
+        let result = unsafe {
+            let info = (&raw mut info).cast();
+            libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info, &raw mut len)
+        };
+        (result == 0).then(|| Duration::from_micros(u64::from(info.tcpi_rtt)))
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        None
     }
 
     /// Reads what is there, at least one byte, into the free part of `buffer`; 0 is the end of the stream.

@@ -10,6 +10,7 @@ use tokio::sync::{Semaphore, mpsc};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::address::plain;
 use crate::error::{Error, Kind, Result};
 use crate::handshake::{self, Intro, Purpose, Token, WELCOME};
 use crate::shm::arena::Arena;
@@ -60,11 +61,6 @@ pub(crate) fn listen() -> Result<(u16, TcpListener)> {
         .map_err(|e| Error::io("cannot listen on a TCP port", e))?;
     let port = listener.local_addr().map_err(|e| Error::io("cannot read the port", e))?.port();
     Ok((port, listener))
-}
-
-/// An IPv4 address in IPv6 clothes, undressed.
-pub(crate) fn plain(address: SocketAddr) -> SocketAddr {
-    SocketAddr::new(address.ip().to_canonical(), address.port())
 }
 
 /// Lets proven dialers in for ever; strangers are logged and dropped.
@@ -156,7 +152,7 @@ pub(crate) async fn introduce(
     let began = Instant::now();
     socket.write_all(&handshake::hello(&dialer)).await.map_err(hung_up)?;
     let reply = socket.read_array().await.map_err(hung_up)?;
-    let round_trip = began.elapsed();
+    let round_trip = socket.round_trip().unwrap_or_else(|| began.elapsed());
     let (listener, rank) = handshake::read_reply(&door.token, &dialer, &reply)?;
     if rank != to {
         return Err(Error::new(Kind::Unauthorized, format!("rank {rank} answered there")));

@@ -271,7 +271,17 @@ def test_different_calls_give_a_diff_on_every_rank(ranks, where):
 
         import offbeat
 
-        collectives = "all_reduce reduce broadcast all_gather gather scatter reduce_scatter all_to_all barrier".split()
+        collectives = [
+            "all_reduce",
+            "reduce",
+            "broadcast",
+            "all_gather",
+            "gather",
+            "scatter",
+            "reduce_scatter",
+            "all_to_all",
+            "barrier",
+        ]
         offbeat.init(timeout=20.0)
         for name, calls in json.loads(sys.argv[1]).items():
             group = offbeat.Group([0, 1, 2])

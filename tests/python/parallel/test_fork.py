@@ -10,6 +10,7 @@ def test_fork_after_init(ranks, links):
         import os
         import sys
         import warnings
+        from pathlib import Path
 
         import torch
         from support import descriptors, fails
@@ -53,7 +54,7 @@ def test_fork_after_init(ranks, links):
                 if end == "exit":
                     sys.exit(0)
                 if end == "raise":
-                    sys.stderr = open(os.devnull, "w")
+                    sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115
                     raise ValueError("only the child's")
                 return
             status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

@@ -2,7 +2,7 @@
 
 import pytest
 
-PLACES = {"one host": {}, "two hosts": {"OFFBEAT_SHM": "0"}}
+PLACES = {"shared memory": {}, "tcp": {"OFFBEAT_SHM": "0"}}
 
 
 @pytest.mark.parametrize("env", PLACES.values(), ids=PLACES)

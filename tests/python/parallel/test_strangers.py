@@ -49,7 +49,7 @@ def inodes(pid):
     found = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
-            target = os.readlink(entry)
+            target = str(entry.readlink())
             if target.startswith("socket:["):
                 found.add(target[8:-1])
     return found
@@ -155,7 +155,10 @@ def test_strangers_while_ranks_link(ranks):
     while any(process.poll() is None for process in job.processes):
         for process in job.processes:
             with contextlib.suppress(OSError):
-                for door in [*(port for port in tcp_ports(process.pid) if port >= 30_000), *abstract_names(process.pid)]:
+                for door in [
+                    *(port for port in tcp_ports(process.pid) if port >= 30_000),
+                    *abstract_names(process.pid),
+                ]:
                     with connect(door) as stranger:
                         stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
                         visits += 1

@@ -1,5 +1,7 @@
 //! all_reduce through a codec: the bits that the rule demands, within the stated bound, whatever the way; and long data.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
 use offbeat_core::codec::{BFloat16, Codec, Float16};
 use offbeat_core::config::Tuning;
 use offbeat_core::dtype::{DType, Op};

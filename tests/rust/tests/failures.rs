@@ -1,5 +1,7 @@
 //! When ranks disagree, are silent, leave or fail: every rank is told who and what, soon, and nothing hangs.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
 use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
@@ -168,7 +170,7 @@ fn every_difference_is_a_mismatch_that_names_both_calls_on_every_rank() {
         let begun = Instant::now();
         Setup::new(layout, TINY).spawn(move |rank| {
             for (number, difference) in differences().into_iter().enumerate() {
-                for odd in 0..rank.world() {
+                for odd in [number % 4, (number + 1 + number / 4) % 4] {
                     let group = rank.engine().group(&[0, 1, 2, 3], None).unwrap();
                     let tensor = Tensor::new(rank, Memory::ALL[number % 3], DType::F32, &[0; 800]);
                     let began = Instant::now();
@@ -252,9 +254,9 @@ fn another_order_is_a_mismatch() {
 #[test]
 fn a_rank_that_does_not_call_is_named_by_all_that_wait() {
     for layout in FOURS {
-        for absent in [0, 1, 3] {
+        for absent in [0, 3] {
             let met = Arc::new(Barrier::new(4));
-            let world = Setup::new(layout, TINY).timeout(Duration::from_millis(400));
+            let world = Setup::new(layout, TINY).timeout(Duration::from_millis(300));
             let stories = world.spawn(move |rank| {
                 let mut stories = Vec::new();
                 for count in [0, 1, 200] {
@@ -268,7 +270,7 @@ fn a_rank_that_does_not_call_is_named_by_all_that_wait() {
                     }
                     met.wait();
                     // too late: when the news has come, it hears the story
-                    std::thread::sleep(Duration::from_millis(200));
+                    std::thread::sleep(Duration::from_millis(150));
                     let error = run(&group, Call::Barrier).unwrap_err();
                     assert_eq!(error.kind, Kind::Timeout, "{error}");
                     met.wait();
@@ -282,7 +284,7 @@ fn a_rank_that_does_not_call_is_named_by_all_that_wait() {
                 let hosts = layout.iter().collect::<std::collections::HashSet<_>>().len();
                 // where some share a host, one that waits for a neighbour may be blamed by the other hosts
                 let enough = if hosts == 1 || hosts == 4 { of_call.len() } else { 0 };
-                let count = of_call.iter().copied().filter(|error| blames(&error)).count();
+                let count = of_call.iter().copied().filter(blames).count();
                 assert!(count >= enough, "{layout:?} without rank {absent}, call {number}: {of_call:?}");
             }
         }

@@ -1,5 +1,7 @@
 //! Subgroups, several groups from several threads, and work under way.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
 use std::sync::Arc;
 use std::time::Duration;
 

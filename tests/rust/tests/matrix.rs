@@ -3,6 +3,8 @@
 //! The same inputs go through three sets of sizes, so the same result is demanded of every way: slots, staged segments,
 //! straight reduction, exchange, scatter and gather, stars and chains.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, OnceLock};
 

@@ -1,5 +1,7 @@
 //! send and recv: many tags and sizes, short and long, over shared memory and TCP, in any order of tags.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
 use offbeat_core::Kind;
 use offbeat_core::dtype::DType;
 use offbeat_tests::reference::{Values, fill};

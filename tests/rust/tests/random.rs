@@ -1,5 +1,7 @@
 //! Random layouts and random sequences of calls, each against the reference.
 
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
 use offbeat_core::call::Call;
 use offbeat_core::config::Tuning;
 use offbeat_core::dtype::{DType, Op};

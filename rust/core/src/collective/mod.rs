@@ -138,9 +138,8 @@ impl<'a> Context<'a> {
         let (watch, note) = (self.watch, self.note);
         let team = self.team.as_deref_mut().ok_or_else(no_team)?;
         let other: Cell<Option<(u32, Note)>> = Cell::new(None);
-        let differs = |delivery: &Delivery| {
-            (delivery.header.note != note).then_some((delivery.from, delivery.header.note))
-        };
+        let differs =
+            |delivery: &Delivery| (delivery.header.note != note).then_some((delivery.from, delivery.header.note));
         let look = || {
             other.set(self.reception.as_ref().and_then(|reception| reception.find(differs)));
             match other.get() {

@@ -109,6 +109,15 @@ impl Arena {
         Ok(Arc::new(Arena { memory, mapping: Arc::new(mapping), space }))
     }
 
+    /// As [`Arena::new`], or smaller where address space is limited (`ulimit -v`).
+    pub(crate) fn as_large_as_can_be(capacity: u64) -> Result<Arc<Self>> {
+        const LEAST: u64 = 64 << 20;
+        match Arena::new(capacity) {
+            Err(_) if capacity / 4 >= LEAST => Arena::as_large_as_can_be(capacity / 4),
+            result => result,
+        }
+    }
+
     /// The whole of it.
     pub fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping

@@ -1,0 +1,430 @@
+//! The rules of the house that a compiler does not check, read off the sources of transport and core: who may use whom,
+//! no Python and no CUDA, no panics, a reason for every unsafe, and no long files.
+
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+
+/// For each module, the modules of its crate that it may use. What stands here is allowed, all else is not; the test below
+/// makes sure that no circle is allowed. Names that are no modules (`Error`, `Result`, …) are leaves at the crate's root.
+const CORE: &[(&str, &[&str])] = &[
+    ("lib", &[]),
+    ("config", &[]),
+    ("topology", &[]),
+    ("dtype", &[]),
+    ("buffer", &["dtype"]),
+    ("event", &["buffer"]),
+    ("reduce", &["dtype"]),
+    ("codec", &["reduce"]),
+    ("describe", &["codec", "dtype"]),
+    ("call", &["buffer", "codec", "describe", "dtype"]),
+    ("collective", &["buffer", "codec", "config", "describe", "dtype", "reduce", "topology"]),
+    ("message", &["buffer", "config", "describe", "dtype"]),
+    ("group", &["buffer", "call", "collective", "config", "dtype", "event", "topology"]),
+    ("engine", &["buffer", "call", "config", "dtype", "event", "group", "message", "topology"]),
+];
+
+/// The modules of core that may talk to the transport, and to which of its modules. Types at its root are free.
+const CORE_TO_TRANSPORT: &[(&str, &[&str])] = &[
+    ("lib", &[]),
+    ("config", &["mesh"]),
+    ("describe", &["frame"]),
+    ("event", &[]),
+    ("collective", &["frame", "inbox", "mesh", "outbox", "pool", "roster", "shm"]),
+    ("message", &["frame", "inbox", "mesh", "outbox", "roster", "shm"]),
+    ("group", &["fork", "mesh", "roster", "shm"]),
+    ("engine", &["fork", "link", "mesh", "rendezvous", "roster", "shm"]),
+];
+
+/// As [`CORE`], for the transport.
+const TRANSPORT: &[(&str, &[&str])] = &[
+    ("lib", &[]),
+    ("error", &[]),
+    ("fork", &[]),
+    ("pool", &[]),
+    ("address", &["error"]),
+    ("frame", &["error"]),
+    ("host", &["frame"]),
+    ("handshake", &["error", "frame"]),
+    ("rendezvous", &["error", "handshake", "host"]),
+    ("roster", &["error", "rendezvous"]),
+    ("socket", &["address", "fork"]),
+    ("inbox", &["frame", "pool", "roster"]),
+    ("outbox", &["frame", "pool", "roster", "socket"]),
+    ("link", &["error", "frame", "inbox", "outbox", "pool", "roster", "socket"]),
+    ("shm", &["error", "frame", "handshake", "roster", "socket"]),
+    ("tcp", &["address", "error", "handshake", "shm", "socket"]),
+    ("linking", &["address", "error", "handshake", "link", "rendezvous", "shm", "socket", "tcp"]),
+    (
+        "mesh",
+        &[
+            "address",
+            "error",
+            "fork",
+            "frame",
+            "handshake",
+            "host",
+            "inbox",
+            "link",
+            "linking",
+            "outbox",
+            "pool",
+            "rendezvous",
+            "roster",
+            "shm",
+            "socket",
+            "tcp",
+        ],
+    ),
+];
+
+const LONGEST_FILE: usize = 600;
+
+/// Words that do not belong into transport and core, and the one place that may know of the other kind of memory.
+const FOREIGN: [&str; 4] = ["pyo3", "cuda", "nccl", "pythonize"];
+const KNOWS_PLACES: (&str, &str) = ("rust/core/src/buffer.rs", "Cuda(u32)");
+
+struct Source {
+    path: String,
+    /// The module at the root of the crate to which the file belongs.
+    module: String,
+    /// Whether `super` is the root of the crate.
+    at_root: bool,
+    /// The text without its tests.
+    text: String,
+    /// The same, with comments and literals blanked.
+    code: String,
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn sources(of: &str) -> Vec<Source> {
+    let base = root().join(of).join("src");
+    let (mut found, mut directories) = (Vec::new(), vec![base.clone()]);
+    while let Some(directory) = directories.pop() {
+        for entry in std::fs::read_dir(&directory).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                directories.push(path);
+            } else if path.extension().is_some_and(|e| e == "rs") {
+                let inside = path.strip_prefix(&base).unwrap().to_string_lossy().into_owned();
+                found.push(source(format!("{of}/src/{inside}"), &inside, &std::fs::read_to_string(&path).unwrap()));
+            }
+        }
+    }
+    assert!(found.len() > 5, "no sources under {}", base.display());
+    found
+}
+
+fn source(path: String, inside: &str, text: &str) -> Source {
+    let module = inside.split('/').next().unwrap_or_default().trim_end_matches(".rs").to_owned();
+    let at_root = !inside.contains('/') || inside.matches('/').count() == 1 && inside.ends_with("/mod.rs");
+    let (text, code) = without_tests(text);
+    Source { path, module, at_root, text, code }
+}
+
+/// Blanks comments and literals; every line keeps its length.
+fn blank(text: &str) -> String {
+    let chars: Vec<char> = text.chars().collect();
+    let mut out: Vec<char> = Vec::with_capacity(chars.len());
+    let mut at = 0;
+    let space = |out: &mut Vec<char>, from: usize, to: usize| {
+        out.extend(chars[from..to].iter().map(|c| if *c == '\n' { '\n' } else { ' ' }));
+    };
+    while at < chars.len() {
+        let rest = &chars[at..];
+        let starts = |with: &str| with.chars().enumerate().all(|(i, c)| rest.get(i) == Some(&c));
+        let len = if starts("//") {
+            rest.iter().position(|c| *c == '\n').unwrap_or(rest.len())
+        } else if starts("/*") {
+            block_comment(rest)
+        } else if let Some(len) = raw_string(rest, out.last()) {
+            len
+        } else if starts("\"") {
+            quoted(rest, '"')
+        } else if starts("'") && (rest.get(1) == Some(&'\\') || rest.get(2) == Some(&'\'')) {
+            quoted(rest, '\'')
+        } else {
+            out.push(chars[at]);
+            at += 1;
+            continue;
+        };
+        space(&mut out, at, at + len);
+        at += len;
+    }
+    out.into_iter().collect()
+}
+
+fn block_comment(rest: &[char]) -> usize {
+    let mut depth = 0;
+    let mut at = 0;
+    while at + 1 < rest.len() {
+        match (rest[at], rest[at + 1]) {
+            ('/', '*') => (depth, at) = (depth + 1, at + 2),
+            ('*', '/') => {
+                (depth, at) = (depth - 1, at + 2);
+                if depth == 0 {
+                    return at;
+                }
+            }
+            _ => at += 1,
+        }
+    }
+    rest.len()
+}
+
+fn raw_string(rest: &[char], before: Option<&char>) -> Option<usize> {
+    if rest.first() != Some(&'r') || before.is_some_and(|c| c.is_alphanumeric() && *c != 'b' || *c == '_') {
+        return None;
+    }
+    let hashes = rest[1..].iter().take_while(|c| **c == '#').count();
+    if rest.get(1 + hashes) != Some(&'"') {
+        return None;
+    }
+    let end: Vec<char> = std::iter::once('"').chain(std::iter::repeat_n('#', hashes)).collect();
+    let begin = 2 + hashes;
+    let length = rest[begin..].windows(end.len()).position(|w| w == end).map_or(rest.len(), |p| begin + p + end.len());
+    Some(length)
+}
+
+fn quoted(rest: &[char], quote: char) -> usize {
+    let mut at = 1;
+    while at < rest.len() && rest[at] != quote {
+        at += if rest[at] == '\\' { 2 } else { 1 };
+    }
+    (at + 1).min(rest.len())
+}
+
+/// Cuts every item under `#[cfg(test)]` out of a text: what is left, and the same blanked.
+fn without_tests(text: &str) -> (String, String) {
+    let mut text: Vec<char> = text.chars().collect();
+    let mut code: Vec<char> = blank(&text.iter().collect::<String>()).chars().collect();
+    let mark: Vec<char> = "#[cfg(test)]".chars().collect();
+    while let Some(begin) = code.windows(mark.len()).position(|w| w == mark) {
+        let mut depth = 0usize;
+        let mut end = begin + mark.len();
+        while end < code.len() {
+            match code[end] {
+                '{' => depth += 1,
+                '}' => depth -= 1,
+                _ => {}
+            }
+            end += 1;
+            if depth == 0 && matches!(code[end - 1], '}' | ';') {
+                break;
+            }
+        }
+        text.drain(begin..end);
+        code.drain(begin..end);
+    }
+    (text.into_iter().collect(), code.into_iter().collect())
+}
+
+/// The first names after `prefix::`, also in lists: `crate::a::b` and `crate::{a::b, c}` use `a` and `c`.
+fn used(code: &str, prefix: &str) -> BTreeSet<String> {
+    let word = |text: &str| -> String { text.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect() };
+    let mut names = BTreeSet::new();
+    for (at, _) in code.match_indices(&format!("{prefix}::")) {
+        if code[..at].chars().next_back().is_some_and(|c| c.is_alphanumeric() || c == '_' || c == ':') {
+            continue;
+        }
+        let rest = &code[at + prefix.len() + 2..];
+        let Some(list) = rest.strip_prefix('{') else {
+            names.insert(word(rest));
+            continue;
+        };
+        let (mut depth, mut fresh) = (0, true);
+        for (at, c) in list.char_indices() {
+            match c {
+                '{' => depth += 1,
+                '}' if depth == 0 => break,
+                '}' => depth -= 1,
+                ',' if depth == 0 => fresh = true,
+                c if fresh && !c.is_whitespace() => {
+                    names.insert(word(&list[at..]));
+                    fresh = false;
+                }
+                _ => {}
+            }
+        }
+    }
+    names
+}
+
+type Table = &'static [(&'static str, &'static [&'static str])];
+
+fn allowed(table: Table, module: &str) -> Option<BTreeSet<&'static str>> {
+    table.iter().find(|(name, _)| *name == module).map(|(_, uses)| uses.iter().copied().collect())
+}
+
+/// Uses that a table does not allow.
+fn wrong_uses(source: &Source, table: Table, prefixes: &[&str]) -> Vec<String> {
+    let Some(allowed) = allowed(table, &source.module) else {
+        return vec![format!("{}: the table of dependence does not know the module {}", source.path, source.module)];
+    };
+    let modules: BTreeSet<&str> = table.iter().map(|(name, _)| *name).collect();
+    let names: BTreeSet<String> = prefixes.iter().flat_map(|prefix| used(&source.code, prefix)).collect();
+    let is_wrong =
+        |name: &&String| modules.contains(name.as_str()) && **name != source.module && !allowed.contains(name.as_str());
+    names.iter().filter(is_wrong).map(|name| format!("{}: {} may not use {name}", source.path, source.module)).collect()
+}
+
+fn wrong_uses_of_transport(source: &Source) -> Vec<String> {
+    let names = used(&source.code, "offbeat_transport");
+    let modules = names.iter().filter(|name| name.starts_with(char::is_lowercase));
+    let allowed = allowed(CORE_TO_TRANSPORT, &source.module);
+    if allowed.is_none() && !names.is_empty() {
+        return vec![format!("{}: {} may not know the transport", source.path, source.module)];
+    }
+    let allowed = allowed.unwrap_or_default();
+    modules
+        .filter(|name| !allowed.contains(name.as_str()))
+        .map(|name| format!("{}: {} may not use the transport's {name}", source.path, source.module))
+        .collect()
+}
+
+fn foreign_words(source: &Source) -> Vec<String> {
+    let known = |line: &str| source.path == KNOWS_PLACES.0 && line.contains(KNOWS_PLACES.1);
+    let lines = source.code.lines().enumerate().filter(|(_, line)| !known(line));
+    let found = lines.filter(|(_, line)| FOREIGN.iter().any(|word| line.to_lowercase().contains(word)));
+    found.map(|(at, line)| format!("{}:{}: a foreign word in {:?}", source.path, at + 1, line.trim())).collect()
+}
+
+fn panics(source: &Source) -> Vec<String> {
+    let words = [".unwrap()", ".expect(", "panic!(", "todo!(", "unimplemented!("];
+    let lines = source.code.lines().enumerate().filter(|(_, line)| words.iter().any(|word| line.contains(word)));
+    lines.map(|(at, line)| format!("{}:{}: may panic: {:?}", source.path, at + 1, line.trim())).collect()
+}
+
+/// Every unsafe block and impl has a SAFETY comment shortly before it, every visible unsafe fn a `# Safety` in its docs.
+/// The promise of a private unsafe fn stands where it is called.
+fn unexplained_unsafe(source: &Source) -> Vec<String> {
+    let text: Vec<&str> = source.text.lines().collect();
+    let mut found = Vec::new();
+    for (at, line) in source.code.lines().enumerate() {
+        let mut words = line.split(|c: char| !c.is_alphanumeric() && c != '_');
+        if !words.any(|word| word == "unsafe") {
+            continue;
+        }
+        let function = line.contains("unsafe fn");
+        if function && !line.trim_start().starts_with("pub") {
+            continue;
+        }
+        let reach = if function { 12 } else { 6 };
+        let before = &text[at.saturating_sub(reach)..=at];
+        let explained = |line: &&str| line.contains("// SAFETY:") || line.contains("# Safety");
+        if !before.iter().any(explained) {
+            found.push(format!("{}:{}: unsafe without a reason: {:?}", source.path, at + 1, line.trim()));
+        }
+    }
+    found
+}
+
+fn too_long(source: &Source) -> Vec<String> {
+    let lines = source.text.lines().count();
+    if lines <= LONGEST_FILE { Vec::new() } else { vec![format!("{}: {lines} lines without tests", source.path)] }
+}
+
+fn prefixes(source: &Source) -> &'static [&'static str] {
+    if source.at_root { &["crate", "super"] } else { &["crate"] }
+}
+
+fn check(source: &Source, table: Table) -> Vec<String> {
+    [
+        wrong_uses(source, table, prefixes(source)),
+        foreign_words(source),
+        panics(source),
+        unexplained_unsafe(source),
+        too_long(source),
+    ]
+    .concat()
+}
+
+fn assert_none(wrong: &[String]) {
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn core_keeps_the_rules() {
+    let wrong: Vec<String> = sources("rust/core")
+        .iter()
+        .flat_map(|source| [check(source, CORE), wrong_uses_of_transport(source)].concat())
+        .collect();
+    assert_none(&wrong);
+}
+
+#[test]
+fn transport_keeps_the_rules_and_knows_no_core() {
+    let mut wrong: Vec<String> = Vec::new();
+    for source in sources("rust/transport") {
+        wrong.extend(check(&source, TRANSPORT));
+        wrong.extend(source.code.contains("offbeat_core").then(|| format!("{}: knows the core", source.path)));
+    }
+    assert_none(&wrong);
+}
+
+#[test]
+fn manifests_name_no_crate_of_another_floor() {
+    for (of, words) in [("transport", &["offbeat-core", "pyo3", "cudarc", "half"][..]), ("core", &["pyo3", "cudarc"])] {
+        let manifest = std::fs::read_to_string(root().join(format!("rust/{of}/Cargo.toml"))).unwrap();
+        let wrong: Vec<&&str> = words.iter().filter(|word| manifest.contains(**word)).collect();
+        assert!(wrong.is_empty(), "rust/{of}/Cargo.toml names {wrong:?}");
+    }
+}
+
+#[test]
+fn the_tables_allow_no_circle_and_name_what_is_there() {
+    for (of, table) in [("rust/core", CORE), ("rust/transport", TRANSPORT)] {
+        let mut left: BTreeMap<&str, BTreeSet<&str>> =
+            table.iter().map(|(name, uses)| (*name, uses.iter().copied().collect())).collect();
+        while !left.is_empty() {
+            let free: Vec<&str> = left.iter().filter(|(_, uses)| uses.is_empty()).map(|(name, _)| *name).collect();
+            assert!(!free.is_empty(), "{of}: a circle, or a name that is no module, among {left:?}");
+            left.retain(|name, _| !free.contains(name));
+            left.values_mut().for_each(|uses| uses.retain(|name| !free.contains(name)));
+        }
+        let there: BTreeSet<String> = sources(of).into_iter().map(|source| source.module).collect();
+        let gone: Vec<&str> = table.iter().map(|(name, _)| *name).filter(|name| !there.contains(*name)).collect();
+        assert!(gone.is_empty(), "{of}: the table names {gone:?}, which are gone");
+    }
+}
+
+/// A rule that cannot fail is none.
+#[test]
+fn every_rule_finds_its_offender() {
+    let of = |inside: &str, text: &str| source(format!("rust/core/src/{inside}"), inside, text);
+    let offends = |rule: &dyn Fn(&Source) -> Vec<String>, inside: &str, text: &str| rule(&of(inside, text)).len();
+    let uses = |source: &Source| wrong_uses(source, CORE, prefixes(source));
+    assert_eq!(offends(&uses, "dtype.rs", "use crate::engine::Engine;"), 1);
+    assert_eq!(offends(&uses, "dtype.rs", "use crate::{Error, engine::{a, b}, group};"), 2);
+    assert_eq!(offends(&uses, "dtype.rs", "fn f() { crate::engine::go(); super::group::go() }"), 2);
+    assert_eq!(offends(&uses, "collective/blocks.rs", "use super::group; use crate::call::Call;"), 1);
+    assert_eq!(offends(&uses, "collective/mod.rs", "use super::group;"), 1);
+    assert_eq!(offends(&uses, "nobody.rs", ""), 1);
+    assert_eq!(offends(&uses, "dtype.rs", "// crate::engine\n#[cfg(test)]\nmod tests { use crate::engine; }"), 0);
+    assert_eq!(offends(&uses, "engine.rs", "use crate::group::Group; const S: &str = \"crate::python\";"), 0);
+
+    assert_eq!(offends(&wrong_uses_of_transport, "topology.rs", "use offbeat_transport::SLICE;"), 1);
+    assert_eq!(
+        offends(&wrong_uses_of_transport, "group.rs", "use offbeat_transport::{Error, tcp::dial, mesh::Mesh};"),
+        1
+    );
+
+    assert_eq!(offends(&foreign_words, "engine.rs", "fn cuda_stream() {}\n// CUDA\nlet s = \"pyo3\";"), 1);
+    assert_eq!(offends(&foreign_words, "buffer.rs", "Cuda(u32),"), 0);
+
+    assert_eq!(offends(&panics, "engine.rs", "x.unwrap();\ny\n.expect(\"a\");\npanic!(\"b\");"), 3);
+    assert_eq!(offends(&panics, "engine.rs", "// x.unwrap()\n#[expect(dead_code)]\nx.unwrap_or(1);"), 0);
+    assert_eq!(offends(&panics, "engine.rs", "#[cfg(test)]\nmod tests { fn f() { '{'; x.unwrap() } }\ny.unwrap();"), 1);
+
+    assert_eq!(offends(&unexplained_unsafe, "engine.rs", "unsafe { f() };\nunsafe impl Send for X {}"), 2);
+    assert_eq!(offends(&unexplained_unsafe, "engine.rs", "// SAFETY: so.\nunsafe { f() };\n// unsafe"), 0);
+    assert_eq!(offends(&unexplained_unsafe, "engine.rs", "/// Does.\npub unsafe fn f() {}"), 1);
+    assert_eq!(offends(&unexplained_unsafe, "engine.rs", "/// # Safety\n/// Promise.\npub unsafe fn f() {}"), 0);
+
+    assert_eq!(offends(&too_long, "engine.rs", &"x\n".repeat(601)), 1);
+    assert_eq!(offends(&too_long, "engine.rs", &format!("#[cfg(test)]\nmod tests {{\n{}}}", "x\n".repeat(601))), 0);
+}
