@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from . import _core, rendezvous, settings
-from .errors import InvalidArgument, NotInitialized, OffbeatError
+from .errors import InvalidArgument, NotInitialized
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def init(
 
     Args:
         connect_timeout: for all ranks to come and to connect.
-        first_step_timeout: for the first collective, where ranks may still compile or load data.
+        first_step_timeout: for the first training step, where ranks may still compile or load data.
         timeout: for each later collective.
         token: the job's secret; by default rank 0 makes one and spreads it through the store.
         interface: which network interfaces to use ("eth0", "^lo,docker", "10.0.0.0/8"); also OFFBEAT_SOCKET_IFNAME,
@@ -138,7 +138,7 @@ def current() -> _core.Runtime:
 
 def _refuse_in_child() -> None:
     if _forked:
-        raise OffbeatError(
+        raise NotInitialized(
             f"this process (pid {os.getpid()}) was forked from a rank and cannot take its place; communicate in the "
             "parent only, or start the child with multiprocessing's 'spawn' method"
         )

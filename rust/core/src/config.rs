@@ -13,11 +13,12 @@ pub struct Tuning {
     pub inline: usize,
     /// Bytes that a rank stages at a time when its tensor is not in shared memory.
     pub segment: usize,
-    /// Bytes of a frame between hosts.
+    /// Bytes of tensor in a frame between hosts; sums of half precision travel in twice as many.
     pub chunk: usize,
     /// Up to this many bytes in all, everyone sends everything to everyone: one delay instead of two.
     pub exchange: usize,
-    /// A sender without receiver may run ahead by this many bytes.
+    /// A broadcast runs ahead of a receiver that has not come by this many bytes; a message up to this long is sent
+    /// before anybody has asked for it.
     pub eager: usize,
 }
 
@@ -86,7 +87,7 @@ impl Config {
             config.options.streams = Some(number("OFFBEAT_STREAMS", &value, 1..=64)? as u8);
         }
         if let Some(value) = get("OFFBEAT_CHUNK_BYTES") {
-            config.tuning.chunk = number("OFFBEAT_CHUNK_BYTES", &value, 1 << 10..=4 << 20)?;
+            config.tuning.chunk = number("OFFBEAT_CHUNK_BYTES", &value, 1 << 10..=1 << 20)?;
         }
         if let Some(value) = get("OFFBEAT_SEGMENT_BYTES") {
             config.tuning.segment = number("OFFBEAT_SEGMENT_BYTES", &value, 4 << 10..=1 << 30)?;

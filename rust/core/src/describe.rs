@@ -4,7 +4,7 @@ use std::fmt;
 
 use offbeat_transport::frame::{NOTE, Note};
 
-use crate::codec::Codec;
+use crate::codec::{self, Codec};
 use crate::dtype::{DType, Op};
 
 /// The kind of a call.
@@ -192,7 +192,7 @@ impl fmt::Display for Description {
             words.push(op.to_string());
         }
         if self.codec != 0 {
-            words.push(format!("codec {}", self.codec));
+            words.push(format!("codec {}", codec::by_code(self.codec).map_or("?", Codec::name)));
         }
         if self.root != NOBODY {
             words.push(format!("rank {}", self.root));

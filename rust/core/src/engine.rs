@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use offbeat_transport::link::Link;
-use offbeat_transport::mesh::Mesh;
+use offbeat_transport::mesh::{Mesh, Options};
 use offbeat_transport::rendezvous::Store;
 use offbeat_transport::roster::Watch;
 use offbeat_transport::shm::arena::Piece;
@@ -36,6 +36,7 @@ pub struct Engine {
     world: Group,
     /// All groups made so far, to close them; the key is their number.
     groups: Mutex<BTreeMap<u64, Group>>,
+    making: Mutex<()>,
     down: AtomicBool,
 }
 
@@ -61,7 +62,10 @@ impl Engine {
             .enable_all()
             .build()
             .map_err(|e| Error::io("cannot start the I/O threads", e))?;
-        let mesh = Arc::new(Mesh::connect(runtime.handle(), store, rank, world, &config.options, interrupt)?);
+        // ranks that cut data differently would misread each other: they must not link
+        let options =
+            Options { version: format!("{} {:?}", config.options.version, config.tuning), ..config.options.clone() };
+        let mesh = Arc::new(Mesh::connect(runtime.handle(), store, rank, world, &options, interrupt)?);
         let ranks: Vec<u32> = (0..world).collect();
         let layout = Layout::new(&ranks, mesh.teams());
         let controls: BTreeMap<u32, usize> =
@@ -69,7 +73,15 @@ impl Engine {
         let team = make_team(&mesh, &layout, &ranks, &controls)?;
         let world = Group::new(Arc::clone(&mesh), 0, ranks, layout, team, None, config.timeout, config.tuning);
         let groups = Mutex::new(BTreeMap::from([(0, world.clone())]));
-        Ok(Engine { runtime: ManuallyDrop::new(runtime), mesh, config, world, groups, down: AtomicBool::new(false) })
+        Ok(Engine {
+            runtime: ManuallyDrop::new(runtime),
+            mesh,
+            config,
+            world,
+            groups,
+            making: Mutex::default(),
+            down: AtomicBool::new(false),
+        })
     }
 
     /// This rank.
@@ -124,6 +136,8 @@ impl Engine {
             )));
         }
         let layout = Layout::new(&ranks, self.mesh.teams());
+        // groups are numbered in the order of the calls that make them, also when several threads make some
+        let _one_at_a_time = self.making.lock().unwrap_or_else(PoisonError::into_inner);
         let control = Arc::new(self.mesh.arena().allocate(team::CONTROL)?);
         team::prepare(&control);
         // everyone tells everyone where its control block is, and which ranks it means
@@ -136,10 +150,10 @@ impl Engine {
         for (rank, theirs) in cards.iter().enumerate() {
             let words: Vec<u64> =
                 theirs.bytes().chunks_exact(8).filter_map(|w| w.try_into().ok().map(u64::from_le_bytes)).collect();
-            if words[1..] != card[1..] {
-                return Err(self.different_groups(rank as u32, &ranks, &words[1..]));
-            }
-            controls.insert(rank as u32, words[0] as usize);
+            match words.split_first() {
+                Some((place, members)) if *members == card[1..] => controls.insert(rank as u32, *place as usize),
+                _ => return Err(self.different_groups(rank as u32, &ranks, words.get(1..).unwrap_or_default())),
+            };
         }
         let member = ranks.contains(&self.rank());
         let team = if member { make_team(&self.mesh, &layout, &ranks, &controls)? } else { None };

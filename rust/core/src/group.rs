@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use offbeat_transport::mesh::Mesh;
 use offbeat_transport::roster::Watch;
 use offbeat_transport::shm::arena::Piece;
-use offbeat_transport::shm::team::Team;
+use offbeat_transport::shm::team::{INLINE, Team};
 use offbeat_transport::{Interrupt, fork};
 
 use crate::buffer::{Owned, Shaped};
@@ -90,6 +90,7 @@ impl Group {
         tuning: Tuning,
     ) -> Self {
         let me = ranks.iter().position(|rank| *rank == mesh.me());
+        let tuning = Tuning { inline: tuning.inline.min(INLINE), ..tuning };
         let lane = Lane { sequence: 0, team, _control: control };
         Group(Arc::new(Inner {
             mesh,
@@ -126,7 +127,14 @@ impl Group {
             if line.busy || !line.jobs.is_empty() {
                 drop(line);
                 let ticket = self.enqueue(work, None)?;
-                ticket.wait(None, interrupt)?;
+                if let Err(error) = ticket.wait(None, interrupt) {
+                    if !ticket.done() {
+                        // the call must not use the caller's memory after the caller has gone on: end it first
+                        self.0.fail(error.clone(), &|| "a call behind others".to_owned());
+                        let _ = ticket.wait(None, None);
+                    }
+                    return Err(error);
+                }
                 return Ok(ticket.take());
             }
             line.busy = true;
@@ -229,9 +237,7 @@ impl Inner {
             // a call that cannot begin here must not leave the other ranks waiting for it
             let ready = job.after.map_or(Ok(()), |event| event.wait(Some(self.timeout), None));
             let ready = ready.map_err(|error| self.mesh.poison(self.id, &self.ranks, &error));
-            // a panic in a call is a bug of ours; it must reach whoever waits, not kill a thread silently
-            let run = std::panic::AssertUnwindSafe(|| ready.and_then(|()| self.execute(&job.work.call, None)));
-            let result = std::panic::catch_unwind(run).unwrap_or_else(|panic| Err(self.panicked(&*panic)));
+            let result = ready.and_then(|()| self.execute(&job.work.call, None));
             self.leave();
             drop(job.work);
             job.ticket.complete(result);
@@ -244,12 +250,20 @@ impl Inner {
         self.mesh.poison(self.id, &self.ranks, &Error::new(Kind::Unsupported, message))
     }
 
-    /// Runs a call on this thread. A failure poisons the group: every member raises the same story.
+    /// Runs a call on this thread. A panic in it is a bug of ours; it must reach whoever waits, on every rank.
     fn execute(&self, call: &Call, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
+        let attempt = std::panic::AssertUnwindSafe(|| self.attempt(call, interrupt));
+        std::panic::catch_unwind(attempt).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
+    }
+
+    /// A failure poisons the group: every member raises the same story.
+    fn attempt(&self, call: &Call, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
         let Lane { sequence, team, .. } = &mut *lane;
-        // a member that has left may have done its part of this call before; whoever waits for it will see
-        self.mesh.roster().verdict(self.id, &self.ranks, Vec::new)?;
+        // a member that has left may have done its part of this call before; whoever waits for it will see. The others
+        // are told: this rank may leave before they have learned the story by themselves
+        let verdict = self.mesh.roster().verdict(self.id, &self.ranks, Vec::new);
+        verdict.map_err(|error| self.mesh.poison(self.id, &self.ranks, &error))?;
         let description = call.describe();
         let number = *sequence;
         *sequence += 1;
@@ -285,8 +299,9 @@ impl Inner {
             return self.mesh.poison(self.id, &self.ranks, &error);
         }
         let card = self.mesh.roster().card(self.mesh.me());
-        let cause = format!("KeyboardInterrupt in {}", what());
-        let message = format!("{} was interrupted in {}; try: nothing, it was asked to stop", card.name(), what());
+        let cause = error.message.clone();
+        let message =
+            format!("{} was interrupted by {cause} in {}; try: nothing, it was asked to stop", card.name(), what());
         let story = Error::of_rank(Kind::PeerFailed, card.rank, &card.host, message);
         self.mesh.poison(self.id, &self.ranks, &Error { cause, ..story });
         error

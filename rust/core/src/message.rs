@@ -1,8 +1,8 @@
 //! send and recv: messages between two ranks, matched by (sender, tag) in the order in which they were sent.
 //!
 //! A short message travels at once and waits at the receiver. A long one is offered first: between neighbours the receiver
-//! copies it out of the sender's shared memory, between hosts it asks for the pieces. So a sender never fills the
-//! receiver's memory, and `send` of a long message returns when the receiver has it.
+//! copies it out of the sender's shared memory, between hosts it asks for the pieces. So a long message never waits in the
+//! receiver's memory, and `send` returns when the receiver has it, or has asked for it and the kernel has the bytes.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -41,25 +41,23 @@ pub(crate) fn send(mesh: &Mesh, tuning: Tuning, to: u32, tag: u64, block: &Shape
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
     let answers = mesh.board().open(Channel::Outgoing(to, number));
     let mut staging: Option<Piece> = None;
-    let place = match mesh.memory_of(to) {
-        None => None,
-        Some(_) => Some(match mesh.arena().mapping().offset_of(block.buffer.start, bytes) {
-            Some(offset) => offset as u64,
-            None => {
-                let piece = staging.insert(mesh.arena().allocate(bytes)?);
-                // SAFETY: the piece is fresh and as long as the block.
-                unsafe { std::ptr::copy_nonoverlapping(block.buffer.start.cast_const(), piece.start(), bytes) };
-                piece.offset() as u64
-            }
-        }),
-    };
+    if mesh.memory_of(to).is_some() {
+        // a copy even of what is in shared memory already: the receiver may come for it after we have given up
+        let piece = staging.insert(mesh.arena().allocate(bytes)?);
+        // SAFETY: the piece is fresh and as long as the block.
+        unsafe { std::ptr::copy_nonoverlapping(block.buffer.start.cast_const(), piece.start(), bytes) };
+    }
+    let place = staging.as_ref().map_or(u64::MAX, |piece| piece.offset() as u64);
     let offer = Header { kind: FrameKind::Offer, sequence: number, ..header };
-    mesh.tell(to, offer, &place.unwrap_or(u64::MAX).to_le_bytes());
-    let answer = answers.next(watch, || vec![to])?;
+    mesh.tell(to, offer, &place.to_le_bytes());
+    let answer = answers.next(watch, || vec![to]).inspect_err(|_| {
+        // the offer stands, and with it the memory
+        std::mem::forget(staging.take());
+    })?;
     if !answer.payload.is_empty() {
         return Err(Error::from_bytes(&answer.payload)?);
     }
-    if place.is_some() {
+    if staging.is_some() {
         return Ok(());
     }
     let mut sends = Sends::default();

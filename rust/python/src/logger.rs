@@ -1,5 +1,6 @@
 //! What the core logs goes to standard error, behind the rank. Installed by the first `Runtime`, never at import.
 
+use std::io::Write;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -17,7 +18,8 @@ impl Log for Stderr {
     fn log(&self, record: &Record<'_>) {
         if self.enabled(record.metadata()) {
             let (rank, level) = (RANK.load(Ordering::Relaxed), record.level().as_str().to_lowercase());
-            eprintln!("offbeat: rank {rank}: {level}: {}", record.args());
+            // nothing can be done about a closed standard error, and nothing should
+            let _ = writeln!(std::io::stderr(), "offbeat: rank {rank}: {level}: {}", record.args());
         }
     }
 

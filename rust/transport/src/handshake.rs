@@ -5,6 +5,7 @@
 //! listener  REPLY  magic, version, nonce L, rank, proof of (D, L, rank)
 //! dialer    INTRO  rank, rank dialed, purpose, proof of (D, L, all before)
 //! listener  one byte: welcome
+//! dialer    one byte: kept; of several addresses that answered, only one connection is
 //! ```
 //! A proof is HMAC-SHA-256 under the token; the two sides' proofs differ in a label, so none can be reflected. The rank in
 //! REPLY tells a dialer that it reached the rank it meant and not another host with the same private address.
@@ -26,6 +27,8 @@ pub const REPLY: usize = 76;
 pub const INTRO: usize = 44;
 /// The listener's last byte.
 pub const WELCOME: u8 = 0x57;
+/// The dialer's last byte.
+pub const KEPT: u8 = 0x4b;
 
 /// The secret of a job.
 #[derive(Clone)]
@@ -163,16 +166,13 @@ fn check_version(bytes: &[u8]) -> Result<()> {
     }
     let version = u16::from_le_bytes([bytes[4], bytes[5]]);
     if version != VERSION {
-        return Err(Error::new(
-            Kind::Unauthorized,
-            format!("it speaks protocol {version}, we speak {VERSION}; try: install the same offbeat on every host"),
-        ));
+        return Err(Error::new(Kind::Unauthorized, format!("it speaks protocol {version}, we speak {VERSION}")));
     }
     Ok(())
 }
 
 fn wrong_token() -> Error {
-    Error::new(Kind::Unauthorized, "it did not prove the job token; try: give every rank the same OFFBEAT_TOKEN")
+    Error::new(Kind::Unauthorized, "it did not prove the job token")
 }
 
 #[cfg(test)]

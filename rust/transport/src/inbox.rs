@@ -69,7 +69,7 @@ impl Switchboard {
         inbox.bell.notify_one();
     }
 
-    /// Opens an inbox; it is closed when the returned value is dropped, unless it is a mail box.
+    /// Opens an inbox; it is closed when the returned value is dropped; letters stay.
     pub fn open(&self, channel: Channel) -> Reception<'_> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let inbox = Arc::clone(state.inboxes.entry(channel).or_default());
@@ -120,7 +120,13 @@ impl Drop for Reception<'_> {
     fn drop(&mut self) {
         let mut state = self.board.state.lock().unwrap_or_else(PoisonError::into_inner);
         match self.channel {
-            Channel::Mail(..) => return,
+            // letters may wait in it, or other receivers
+            Channel::Mail(..) => {
+                let queue = self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner);
+                if !queue.is_empty() || Arc::strong_count(&self.inbox) > 2 {
+                    return;
+                }
+            }
             Channel::Call(group, sequence) => {
                 let live = state.live.entry(group).or_default();
                 *live = (*live).max(sequence + 1);

@@ -12,7 +12,7 @@ use tokio::task::{JoinHandle, JoinSet};
 use crate::Interrupt;
 use crate::address;
 use crate::error::{Error, Kind, Result};
-use crate::handshake::Purpose;
+use crate::handshake::{KEPT, Purpose};
 use crate::link::Hub;
 use crate::rendezvous::Card;
 use crate::shm::attach::{self, Neighbour};
@@ -49,13 +49,13 @@ pub(crate) fn teams(hosts: &[&str], failed: impl Fn(u32, u32) -> bool) -> Vec<Ve
 pub(crate) fn check_cards(cards: &[Card]) -> Result<()> {
     let first = &cards[0];
     for (rank, card) in cards.iter().enumerate() {
-        if card.version != first.version || card.rank as usize != rank {
+        if card.version != first.version {
             return Err(Error::of_rank(
                 Kind::Mismatch,
-                card.rank,
+                rank as u32,
                 &card.host,
                 format!(
-                    "{} has offbeat {} and {} has {}; try: install the same version on every host",
+                    "{} has offbeat {} and {} has {}; try: the same version and the same OFFBEAT_ variables on every host",
                     first.name(),
                     first.version,
                     card.name(),
@@ -84,6 +84,9 @@ pub(crate) fn run<T>(
     })
 }
 
+/// How long attaching to one neighbour may take.
+const ATTACH_TIME: Duration = Duration::from_secs(5);
+
 pub(crate) type Attached = HashMap<u32, (Socket, Neighbour)>;
 
 /// Tries shared memory with every lower rank under the same label: what worked, and why the rest did not.
@@ -96,18 +99,22 @@ pub(crate) async fn attach_to_lower(
     let mine = &cards[door.me as usize];
     for card in cards.iter().filter(|c| c.rank < door.me && c.host == mine.host) {
         let attempt = async {
-            let Some((arena, control)) = &door.memory else {
-                return Err(Error::unsupported(format!("switched off on rank {} (OFFBEAT_SHM=0)", door.me)));
-            };
-            if card.socket.is_empty() {
-                return Err(Error::unsupported(format!("switched off on rank {} (OFFBEAT_SHM=0)", card.rank)));
+            let unshared = |rank: u32, why: &str| Error::unsupported(format!("rank {rank} cannot share: {why}"));
+            if let Err(why) = &mine.socket {
+                return Err(unshared(mine.rank, why));
             }
-            let socket = attach::connect(&card.socket)?;
+            let socket = match &card.socket {
+                Ok(name) => attach::connect(name)?,
+                Err(why) => return Err(unshared(card.rank, why)),
+            };
+            let Some((arena, control)) = &door.memory else { return Err(unshared(mine.rank, "it has no memory")) };
             tcp::introduce(&socket, door, card.rank, |_| Purpose::Attach).await?;
+            socket.write_all(&[KEPT]).await.map_err(|e| Error::io("the neighbour hung up", e))?;
             let neighbour = attach::swap(&socket, arena, *control).await?;
             Ok((socket, neighbour))
         };
-        let limit = deadline.saturating_duration_since(Instant::now());
+        // a neighbour that hangs must leave time for TCP
+        let limit = deadline.saturating_duration_since(Instant::now()).min(ATTACH_TIME);
         match tokio::time::timeout(limit, attempt).await {
             Ok(Ok(neighbour)) => {
                 attached.insert(card.rank, neighbour);
@@ -157,18 +164,17 @@ pub(crate) async fn dial_lower(
 }
 
 fn unreachable_peer(card: &Card, me: u32, error: &Error) -> Error {
-    let tried = if error.kind == Kind::Unauthorized { "refused" } else { "could not reach" };
-    Error::of_rank(
-        error.kind,
-        card.rank,
-        &card.host,
-        format!(
-            "rank {me} {tried} {} at {}; try: choose an interface that both hosts share with OFFBEAT_SOCKET_IFNAME (as \
-             10.0.0.0/8 or eth0), open the firewall between them, and run `offbeat doctor`",
-            card.name(),
-            error.message
+    let (name, tried) = (card.name(), &error.message);
+    let message = match error.kind {
+        Kind::Unauthorized => format!(
+            "rank {me} and {name} do not accept each other ({tried}); try: give every rank the same OFFBEAT_TOKEN, or none"
         ),
-    )
+        _ => format!(
+            "rank {me} could not reach {name} at {tried}; try: choose an interface that both hosts share with \
+             OFFBEAT_SOCKET_IFNAME (as 10.0.0.0/8 or eth0), open the firewall between them, and run `offbeat doctor`"
+        ),
+    };
+    Error::of_rank(error.kind, card.rank, &card.host, message)
 }
 
 /// Connections from higher ranks, until all have come.
@@ -189,8 +195,8 @@ impl Lobby {
     ) -> Result<()> {
         loop {
             let attached = attach.iter().all(|r| self.attached.contains_key(r));
-            let complete = |r: &&u32| !self.streams.get(r).is_some_and(|s| s.iter().all(Option::is_some));
-            let missing: Vec<u32> = stream.iter().filter(complete).copied().collect();
+            let incomplete = |r: &&u32| !self.streams.get(r).is_some_and(|s| s.iter().all(Option::is_some));
+            let missing: Vec<u32> = stream.iter().filter(incomplete).copied().collect();
             if attached && missing.is_empty() {
                 return Ok(());
             }

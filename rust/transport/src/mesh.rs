@@ -64,6 +64,9 @@ pub struct Options {
 /// How long the last frames may take to be written when a rank leaves.
 const FLUSH: Duration = Duration::from_secs(5);
 
+/// Characters of an exception that the other ranks quote.
+const LONGEST_CAUSE: usize = 4096;
+
 /// A rank's links to all others.
 pub struct Mesh {
     me: u32,
@@ -90,7 +93,7 @@ impl Mesh {
         let began = Instant::now();
         let deadline = began + options.connect_timeout;
         let _inside = runtime.enter();
-        let arena = Arena::as_large_as_can_be(options.shared_bytes)?;
+        let (arena, private) = Arena::as_large_as_can_be(options.shared_bytes)?;
         let control = Arc::new(arena.allocate(team::CONTROL)?);
         team::prepare(&control);
         let identity = Identity::here(options.host.as_deref());
@@ -102,7 +105,7 @@ impl Mesh {
             machine: identity.machine,
             addresses: Vec::new(),
             port: 0,
-            socket: String::new(),
+            socket: Err("switched off (OFFBEAT_SHM=0)".to_owned()),
         };
         let Some(store) = store.filter(|_| world > 1) else {
             let hub = Hub { roster: Roster::new(me, vec![card]), board: Switchboard::default(), pool: Pool::default() };
@@ -123,16 +126,23 @@ impl Mesh {
         let interfaces = address::interfaces()?;
         let route = options.reach.as_deref().and_then(address::route_to);
         card.addresses = address::offered(&interfaces, &Selector::parse(&options.interface)?, route)?;
-        let memory = options.shared_memory.then(|| (Arc::clone(&arena), control.offset()));
+        let share = options.shared_memory && private.is_none();
+        let memory = share.then(|| (Arc::clone(&arena), control.offset()));
         let door = Door { token, me, world, patience: options.timeout, memory };
         let (arrived, arrivals) = mpsc::unbounded_channel();
         let (port, listener) = tcp::listen()?;
         card.port = port;
         let mut tasks = vec![runtime.spawn(tcp::accept_tcp(listener, door.clone(), arrived.clone()))];
-        if options.shared_memory {
-            let (name, listener) = attach::listen()?;
-            card.socket = name;
-            tasks.push(runtime.spawn(tcp::accept_unix(listener, door.clone(), arrived)));
+        if let Some(why) = private {
+            card.socket = Err(why);
+        } else if share {
+            match attach::listen() {
+                Ok((name, listener)) => {
+                    card.socket = Ok(name);
+                    tasks.push(runtime.spawn(tcp::accept_unix(listener, door.clone(), arrived)));
+                }
+                Err(error) => card.socket = Err(error.message),
+            }
         }
 
         let ranks: Vec<u32> = (0..world).collect();
@@ -316,6 +326,11 @@ impl Mesh {
 
     /// Tells everyone why this rank is about to die.
     pub fn fail(&self, cause: &str) {
+        // the end of a long text is where the exception is
+        let cause = match cause.char_indices().rev().nth(LONGEST_CAUSE) {
+            Some((at, _)) => &cause[at..],
+            None => cause,
+        };
         let card = self.hub.roster.card(self.me);
         let message = format!("{} raised {cause}; try: fix it there, the other ranks only report it", card.name());
         let story = Error { cause: cause.to_owned(), ..Error::of_rank(Kind::PeerFailed, self.me, &card.host, message) };

@@ -132,14 +132,20 @@ impl Sends {
 
     /// Waits until everything lent has been handed to the kernel.
     pub fn wait(&self, watch: &Watch<'_>) -> Result<()> {
-        let mut count = self.pending.count.lock().unwrap_or_else(PoisonError::into_inner);
-        while *count > 0 {
-            count = self.pending.none.wait_timeout(count, SLICE).unwrap_or_else(PoisonError::into_inner).0;
-            if *count > 0 {
-                watch.check(Vec::new)?;
+        loop {
+            let count = self.pending.count.lock().unwrap_or_else(PoisonError::into_inner);
+            let (count, _) = self
+                .pending
+                .none
+                .wait_timeout_while(count, SLICE, |count| *count > 0)
+                .unwrap_or_else(PoisonError::into_inner);
+            if *count == 0 {
+                return Ok(());
             }
+            // not under the lock: the verdict may run the caller's signal handlers
+            drop(count);
+            watch.check(Vec::new)?;
         }
-        Ok(())
     }
 }
 

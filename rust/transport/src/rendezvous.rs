@@ -23,7 +23,7 @@ pub trait Store: Send + Sync {
 /// What a rank tells the others about itself.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Card {
-    /// The version of the package, shown when ranks disagree.
+    /// The version of the package, and the settings that all ranks must share.
     pub version: String,
     /// The rank.
     pub rank: u32,
@@ -37,8 +37,8 @@ pub struct Card {
     pub addresses: Vec<IpAddr>,
     /// The port that it listens on.
     pub port: u16,
-    /// The abstract Unix socket that it listens on; empty where there is none.
-    pub socket: String,
+    /// The abstract Unix socket that it listens on, or why its memory cannot be shared.
+    pub socket: Result<String, String>,
 }
 
 impl Card {

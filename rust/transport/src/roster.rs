@@ -171,14 +171,18 @@ impl Roster {
         if let Some(error) = state.poisons.get(&group) {
             return Err(error.clone());
         }
+        // whoever left may have done so because another one is gone: that is the better story
+        let mut missed = Ok(());
         for &rank in members {
             match &state.presence[rank as usize] {
                 Presence::Gone(error) => return Err(error.clone()),
-                Presence::Left(why) if needed().contains(&rank) => return Err(left(self.card(rank), why)),
+                Presence::Left(why) if missed.is_ok() && needed().contains(&rank) => {
+                    missed = Err(left(self.card(rank), why));
+                }
                 Presence::Left(_) | Presence::Linking | Presence::Here | Presence::Leaving(_) => {}
             }
         }
-        Ok(())
+        missed
     }
 }
 

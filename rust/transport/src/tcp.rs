@@ -1,6 +1,7 @@
 //! Listening and dialing: proven connections, over whichever address works first.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::os::fd::AsRawFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -12,7 +13,8 @@ use tokio::time::{sleep, timeout};
 
 use crate::address::plain;
 use crate::error::{Error, Kind, Result};
-use crate::handshake::{self, Intro, Purpose, Token, WELCOME};
+use crate::fork::ClosedInChild;
+use crate::handshake::{self, Intro, KEPT, Purpose, Token, WELCOME};
 use crate::shm::arena::Arena;
 use crate::shm::attach::{self, Neighbour};
 use crate::socket::Socket;
@@ -65,6 +67,7 @@ pub(crate) fn listen() -> Result<(u16, TcpListener)> {
 
 /// Lets proven dialers in for ever; strangers are logged and dropped.
 pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
+    let _registered = ClosedInChild::new(listener.as_raw_fd());
     let strangers = Arc::new(Semaphore::new(STRANGERS));
     loop {
         match listener.accept().await {
@@ -82,6 +85,7 @@ pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc
 
 /// As [`accept_tcp`], for the abstract Unix socket.
 pub(crate) async fn accept_unix(listener: UnixListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
+    let _registered = ClosedInChild::new(listener.as_raw_fd());
     let strangers = Arc::new(Semaphore::new(STRANGERS));
     loop {
         match listener.accept().await {
@@ -134,6 +138,10 @@ async fn greet(socket: &Socket, door: &Door) -> Result<(Intro, Option<Neighbour>
         return Err(Error::new(Kind::BadFrame, format!("rank {} has no reason to dial rank {}", intro.from, door.me)));
     }
     socket.write_all(&[WELCOME]).await.map_err(hung_up)?;
+    // a dialer that reached us at several addresses keeps one connection and drops the others
+    if socket.read_array().await.map_err(hung_up)? != [KEPT] {
+        return Err(Error::new(Kind::Unauthorized, "it did not keep the connection"));
+    }
     let neighbour = match (&door.memory, intro.purpose) {
         (Some((arena, control)), Purpose::Attach) => Some(attach::swap(socket, arena, *control).await?),
         _ => None,
@@ -196,7 +204,10 @@ pub(crate) async fn dial(
         let mut failures = Vec::new();
         while let Some(attempt) = attempts.join_next().await {
             match attempt {
-                Ok(Ok(won)) => return Ok(won),
+                Ok(Ok(won)) => match won.0.write_all(&[KEPT]).await {
+                    Ok(()) => return Ok(won),
+                    Err(error) => failures.push((won.1, hung_up(error))),
+                },
                 Ok(Err(failure)) => failures.push(failure),
                 Err(error) => log::debug!("a dialing task ended: {error}"),
             }

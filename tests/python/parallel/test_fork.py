@@ -16,7 +16,7 @@ def test_fork_after_init(ranks, links):
         from support import descriptors, fails
 
         import offbeat
-        from offbeat.errors import OffbeatError
+        from offbeat.errors import NotInitialized
 
         warnings.simplefilter("ignore", DeprecationWarning)  # newer Pythons warn of fork with threads, and are right
         offbeat.init(timeout=20.0)
@@ -40,8 +40,8 @@ def test_fork_after_init(ranks, links):
                 (offbeat.send, tensor, 0),
                 (offbeat.shutdown,),
             ):
-                fails(OffbeatError, words, call, *args)
-            fails(OffbeatError, words, offbeat.all_reduce, tensor, group=group)
+                fails(NotInitialized, words, call, *args)
+            fails(NotInitialized, words, offbeat.all_reduce, tensor, group=group)
             assert len(descriptors("socket:")) < sockets, "the child keeps its parent's sockets"
             assert shared.sum() > 0  # memory that it inherited can be read
 

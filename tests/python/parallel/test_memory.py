@@ -157,7 +157,7 @@ plain = torch.ones(1 << 20)
 offbeat.all_reduce(plain)
 assert plain.sum() == 2 << 20
 offbeat.shutdown()
-print("right")
+print("right\\n", end="")
 """
     )
     launch = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {script}"
@@ -165,4 +165,4 @@ print("right")
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.splitlines().count("right") == 2
+    assert result.stdout.count("right\n") == 2

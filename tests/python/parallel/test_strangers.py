@@ -80,8 +80,12 @@ def connect(door):
     if isinstance(door, int):
         return socket.create_connection(("127.0.0.1", door), timeout=5)
     unix = socket.socket(socket.AF_UNIX)
-    unix.settimeout(5)
-    unix.connect("\0" + door[1:])
+    try:
+        unix.settimeout(5)
+        unix.connect("\0" + door[1:])
+    except OSError:
+        unix.close()
+        raise
     return unix
 
 

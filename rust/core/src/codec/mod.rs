@@ -34,9 +34,15 @@ pub trait Codec: Send + Sync + fmt::Debug {
     fn error_bound(&self, values: &[f32]) -> f32;
 }
 
+const KNOWN: [&dyn Codec; 2] = [&Float16, &BFloat16];
+
+/// The codec with a number.
+pub fn by_code(code: u8) -> Option<&'static dyn Codec> {
+    KNOWN.into_iter().find(|codec| codec.code() == code)
+}
+
 /// The codec with a name.
 pub fn by_name(name: &str) -> Result<&'static dyn Codec> {
-    const KNOWN: [&dyn Codec; 2] = [&Float16, &BFloat16];
     KNOWN.into_iter().find(|codec| codec.name() == name).ok_or_else(|| {
         let names: Vec<&str> = KNOWN.iter().map(|codec| codec.name()).collect();
         Error::invalid(format!("unknown codec {name:?}; try: {}", names.join(", ")))

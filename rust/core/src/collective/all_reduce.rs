@@ -21,13 +21,14 @@ pub enum Way {
 
 /// Chooses a way: `bytes` of data, `largest` ranks on the fullest of `hosts` hosts.
 ///
-/// With n hosts an exchange sends (n−1)·S in one delay and scatter-gather 2(n−1)/n·S in two, so the exchange wins as long
-/// as the bytes that it sends more take no longer than a delay; `exchange` stands for the bytes of a delay.
+/// With n hosts an exchange sends (n−1)·S from each rank in one delay and scatter-gather 2(n−1)/n·S from a host in two, so
+/// the exchange wins as long as the bytes that it sends more take no longer than a delay; `exchange` stands for the bytes
+/// of a delay.
 pub fn choose(bytes: usize, hosts: usize, largest: usize, inline: usize, exchange: usize) -> Way {
     match (hosts, largest) {
         (1, 1) => Way::Alone,
         (1, _) => Way::Local,
-        _ if (hosts - 1) * bytes <= exchange && (largest == 1 || bytes <= inline) => Way::Exchange,
+        _ if (hosts - 1) * largest * bytes <= exchange && (largest == 1 || bytes <= inline) => Way::Exchange,
         _ => Way::ScatterGather,
     }
 }

@@ -58,7 +58,7 @@ pub(crate) fn run(context: &mut Context<'_>, buffer: Buffer, root: usize) -> Res
 fn relay(context: &mut Context<'_>, buffer: Buffer, place: Place) -> Result<()> {
     let (chunk, bytes) = (context.tuning.chunk, buffer.bytes());
     let pieces = bytes.div_ceil(chunk).max(1);
-    let eager = context.tuning.eager / chunk;
+    let eager = (context.tuning.eager / chunk).max(1);
     if let Some(from) = place.from
         && pieces > eager
     {

@@ -44,6 +44,16 @@ impl Mapping {
         Ok(Mapping { start, len })
     }
 
+    /// Maps `len` bytes of private memory.
+    fn private(len: usize) -> Result<Self> {
+        let (read_write, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::NORESERVE);
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let start = unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), len, read_write, flags) }
+            .map_err(|e| Error::io("cannot map memory; try: raise ulimit -v, or a smaller OFFBEAT_SHARED_BYTES", e))?;
+        let start = NonNull::new(start.cast()).ok_or_else(|| Error::io("cannot map memory", "null"))?;
+        Ok(Mapping { start, len })
+    }
+
     /// The address of an offset; panics never, but an offset outside is an error of ours.
     pub fn at(&self, offset: usize, len: usize) -> Result<*mut u8> {
         if offset.checked_add(len).is_none_or(|end| end > self.len) {
@@ -91,7 +101,8 @@ impl Drop for Mapping {
 /// One's own shared memory.
 #[derive(Debug)]
 pub struct Arena {
-    memory: OwnedFd,
+    /// What neighbours can map; none for private memory.
+    memory: Option<OwnedFd>,
     mapping: Arc<Mapping>,
     space: Mutex<(Space, u64)>,
 }
@@ -102,6 +113,16 @@ impl Arena {
         let capacity = capacity / PAGE * PAGE;
         let memory = create(capacity).map_err(|e| Error::io("cannot create shared memory", e))?;
         let mapping = Mapping::new(&memory, capacity as usize)?;
+        Arena::over(Some(memory), mapping)
+    }
+
+    /// Memory that nobody else can map.
+    fn private(capacity: u64) -> Result<Arc<Self>> {
+        Arena::over(None, Mapping::private((capacity / PAGE * PAGE) as usize)?)
+    }
+
+    fn over(memory: Option<OwnedFd>, mapping: Mapping) -> Result<Arc<Self>> {
+        let capacity = mapping.len as u64;
         let cookie = nonce()?;
         // SAFETY: nobody else knows of this mapping yet.
         unsafe { std::ptr::copy_nonoverlapping(cookie.as_ptr(), mapping.start.as_ptr(), COOKIE) };
@@ -109,13 +130,19 @@ impl Arena {
         Ok(Arc::new(Arena { memory, mapping: Arc::new(mapping), space }))
     }
 
-    /// As [`Arena::new`], or smaller where address space is limited (`ulimit -v`).
-    pub(crate) fn as_large_as_can_be(capacity: u64) -> Result<Arc<Self>> {
+    /// As [`Arena::new`], or much smaller where address space is limited (`ulimit -v`), which others need too; or private,
+    /// with the reason, where there is no shared memory at all.
+    pub(crate) fn as_large_as_can_be(capacity: u64) -> Result<(Arc<Self>, Option<String>)> {
         const LEAST: u64 = 64 << 20;
-        match Arena::new(capacity) {
-            Err(_) if capacity / 4 >= LEAST => Arena::as_large_as_can_be(capacity / 4),
-            result => result,
-        }
+        let mut smaller = capacity;
+        let error = loop {
+            match Arena::new(smaller) {
+                Ok(arena) => return Ok((arena, None)),
+                Err(_) if smaller / 16 >= LEAST => smaller /= 16,
+                Err(error) => break error,
+            }
+        };
+        Ok((Arena::private(smaller)?, Some(error.message)))
     }
 
     /// The whole of it.
@@ -123,8 +150,8 @@ impl Arena {
         &self.mapping
     }
 
-    pub(crate) fn descriptor(&self) -> &OwnedFd {
-        &self.memory
+    pub(crate) fn descriptor(&self) -> Option<&OwnedFd> {
+        self.memory.as_ref()
     }
 
     /// Takes `len` bytes, aligned to a cache line pair; uninitialised.
@@ -147,7 +174,7 @@ impl Arena {
         let keep = rounded < PAGE || space.1 + rounded <= KEPT;
         if keep {
             space.1 += rounded;
-        } else if let Err(error) = give_back(&self.memory, offset, rounded) {
+        } else if let Some(Err(error)) = self.memory.as_ref().map(|memory| give_back(memory, offset, rounded)) {
             log::debug!("giving shared memory back: {error}");
         }
         space.0.give(offset, len);
@@ -230,7 +257,7 @@ mod tests {
     #[test]
     fn pieces_are_writable_and_their_pages_go_back() {
         let arena = Arena::new(1 << 40).unwrap();
-        let blocks = || rustix::fs::fstat(&arena.memory).unwrap().st_blocks as u64 * 512;
+        let blocks = || rustix::fs::fstat(arena.descriptor().unwrap()).unwrap().st_blocks as u64 * 512;
         let before = blocks();
         for len in [1usize, 100_000, 128 << 20] {
             let piece = arena.allocate(len).unwrap();
@@ -245,8 +272,8 @@ mod tests {
     #[test]
     fn the_size_is_sealed() {
         let arena = Arena::new(1 << 20).unwrap();
-        assert!(rustix::fs::ftruncate(&arena.memory, 0).is_err());
-        assert!(rustix::fs::ftruncate(&arena.memory, 1 << 21).is_err());
+        assert!(rustix::fs::ftruncate(arena.descriptor().unwrap(), 0).is_err());
+        assert!(rustix::fs::ftruncate(arena.descriptor().unwrap(), 1 << 21).is_err());
         assert!(arena.allocate(1 << 21).unwrap_err().message.contains("try:"));
     }
 

@@ -72,11 +72,12 @@ async fn send(stream: &UnixStream, arena: &Arena, control: usize) -> Result<()> 
     offer[..8].copy_from_slice(&(arena.mapping().len() as u64).to_le_bytes());
     offer[8..16].copy_from_slice(&(control as u64).to_le_bytes());
     offer[16..].copy_from_slice(&arena.mapping().cookie());
+    let memory = arena.descriptor().ok_or_else(|| Error::io("passing shared memory", "it is private"))?;
     let result = stream
         .async_io(Interest::WRITABLE, || {
             let mut room = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
             let mut ancillary = SendAncillaryBuffer::new(&mut room);
-            let descriptors = [arena.descriptor().as_fd()];
+            let descriptors = [memory.as_fd()];
             ancillary.push(SendAncillaryMessage::ScmRights(&descriptors));
             Ok(rustix::net::sendmsg(stream, &[IoSlice::new(&offer)], &mut ancillary, SendFlags::NOSIGNAL)?)
         })
