@@ -133,7 +133,10 @@ fn seeds() -> BTreeMap<&'static str, Seeds> {
         socket: Ok("offbeat-0123456789abcdef".to_owned()),
     };
     let mut cards = seeds_of(&card.to_bytes());
-    cards.push(("no_addresses", Card { addresses: Vec::new(), socket: Err("switched off".to_owned()), ..card }.to_bytes()));
+    cards.push((
+        "no_addresses",
+        Card { addresses: Vec::new(), socket: Err("switched off".to_owned()), ..card }.to_bytes(),
+    ));
     // a string that claims to be longer than memory
     cards.push(("endless_string", vec![0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f, b'x']));
     let mut stories = seeds_of(&Error::of_rank(Kind::PeerLost, 3, "b", "rank 3 (host b, pid 812) is gone").to_bytes());

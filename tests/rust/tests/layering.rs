@@ -54,7 +54,7 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     ("outbox", &["frame", "pool", "roster", "socket"]),
     ("link", &["error", "frame", "inbox", "outbox", "pool", "roster", "socket"]),
     ("shm", &["error", "frame", "handshake", "roster", "socket"]),
-    ("tcp", &["address", "error", "handshake", "shm", "socket"]),
+    ("tcp", &["address", "error", "fork", "handshake", "shm", "socket"]),
     ("linking", &["address", "error", "handshake", "link", "rendezvous", "shm", "socket", "tcp"]),
     (
         "mesh",
