@@ -114,11 +114,13 @@ impl<'a> Context<'a> {
     /// Meets the team and makes sure that all members are in the same call.
     pub(crate) fn meet_and_compare(&mut self) -> Result<()> {
         self.meet()?;
+        let note = self.note;
         let team = self.team()?;
-        let notes: Vec<(u32, Note)> = (0..team.len()).map(|member| (team.rank(member), team.note(member))).collect();
-        if notes.iter().all(|(_, note)| *note == self.note) {
+        if (0..team.len()).all(|member| team.note(member) == note) {
             return Ok(());
         }
+        let notes: Vec<(u32, Note)> = (0..team.len()).map(|member| (team.rank(member), team.note(member))).collect();
+        team.give_up();
         Err(self.mismatch(&notes))
     }
 
@@ -148,6 +150,9 @@ impl<'a> Context<'a> {
             }
         };
         let result = team.meet(&Watch { interrupt: Some(&look), ..*watch });
+        if result.is_err() {
+            team.give_up();
+        }
         match other.get() {
             Some(theirs) if result.is_err() => Err(self.mismatch(&[(self.mesh.me(), note), theirs])),
             _ => result,
@@ -251,8 +256,11 @@ impl<'a> Context<'a> {
             let late = if silent.is_empty() { others } else { silent };
             late.into_iter().map(|member| self.ranks[member]).collect()
         };
-        let delivery = reception.next(self.watch, ranks)?;
-        self.sort(delivery)
+        let next = reception.next(self.watch, ranks);
+        if let (Err(_), Some(team)) = (&next, &self.team) {
+            team.give_up();
+        }
+        self.sort(next?)
     }
 
     fn sort(&mut self, delivery: Delivery) -> Result<()> {

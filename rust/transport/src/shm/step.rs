@@ -31,6 +31,7 @@ pub trait Word {
 pub struct Post<W> {
     phase: W,
     sleepers: W,
+    given_up: W,
 }
 
 /// How long to spin and how often to yield before sleeping.
@@ -65,6 +66,16 @@ impl<W: Word> Post<W> {
         if self.sleepers.load() != 0 {
             self.phase.wake();
         }
+    }
+
+    /// Says that the owner has ended a call early, and that its memory may be in other use: nobody may go on with it.
+    pub fn give_up(&self) {
+        self.given_up.store(1);
+    }
+
+    /// Whether the owner has given up.
+    pub fn has_given_up(&self) -> bool {
+        self.given_up.load() != 0
     }
 
     /// Waits until the owner has come to `target`. `verdict` is asked now and then; its error ends the wait, unless the

@@ -7,6 +7,7 @@
 //! call between; they came to that meeting after they had read everything of the first call.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::arena::{Mapping, Piece};
 use super::step::{Futex, Patience, Post};
@@ -151,8 +152,20 @@ impl Team {
                 post(&self.seats[at]).wait(target, self.patience, || watch.check(missing))?;
             }
         }
+        // one that came here before us may have given up since; its story is on its way
+        while let Some(seat) = self.seats.iter().find(|seat| post(seat).has_given_up()) {
+            watch.check(|| vec![seat.rank])?;
+            std::thread::sleep(Duration::from_millis(1));
+        }
         Ok(())
+    }
+
+    /// Ends a call early, for ever: a member that comes late must not touch memory that I am about to use otherwise.
+    pub fn give_up(&self) {
+        let control = self.seats[self.me].control;
+        // SAFETY: as in `meet`.
+        unsafe { (*control).post.give_up() };
     }
 }
 
-const NO_PATIENCE: Patience = Patience { spins: 1, yields: 0, sleep: std::time::Duration::ZERO };
+const NO_PATIENCE: Patience = Patience { spins: 1, yields: 0, sleep: Duration::ZERO };
