@@ -341,9 +341,9 @@ fn perform(context: &mut Context<'_>, call: &Call) -> Result<Output> {
         Call::Gather { tensor, dst } => {
             let dst = place(context, *dst);
             let expected = if dst == context.me { everyone } else { Vec::new() };
-            context.announce();
+            context.announce()?;
             let received = blocks::exchange(context, &[(dst, tensor.clone())], &expected)?;
-            context.hear_all()?;
+            context.agree()?;
             blocks::in_order(received, expected.into_iter())
         }
         Call::Scatter { tensors, src, out } => {
@@ -352,12 +352,12 @@ fn perform(context: &mut Context<'_>, call: &Call) -> Result<Output> {
                 Some(tensors) if src == context.me => tensors.iter().cloned().enumerate().collect(),
                 _ => Vec::new(),
             };
-            context.announce();
+            context.announce()?;
             let mut received = blocks::exchange(context, &outgoing, &[src])?;
             if let Some(block) = received.remove(&src) {
                 deliver(context, &block, out, src)?;
             }
-            context.hear_all()?;
+            context.agree()?;
             Ok(Output::new())
         }
     }

@@ -156,11 +156,11 @@ fn differences() -> Vec<Difference> {
 const FOURS: [&[&str]; 5] =
     [&["a", "a", "a", "a"], &["a", "b", "c", "d"], &["a", "a", "b", "b"], &["a", "b", "b", "c"], &["a", "b", "a", "a"]];
 
-/// Whoever could not know of the difference in its own call learns it from the next one.
-fn story_of(result: Result<Output>, rank: &Rank, group: &offbeat_core::group::Group) -> Error {
+/// Nobody returns from a call that others have made differently.
+fn story_of(result: Result<Output>, rank: &Rank, what: &str) -> Error {
     match result {
         Err(error) => error,
-        Ok(_) => run(group, Call::Barrier).err().unwrap_or_else(|| panic!("rank {} heard of nothing", rank.rank)),
+        Ok(_) => panic!("rank {} heard of nothing: {what}", rank.rank),
     }
 }
 
@@ -175,8 +175,9 @@ fn every_difference_is_a_mismatch_that_names_both_calls_on_every_rank() {
                     let tensor = Tensor::new(rank, Memory::ALL[number % 3], DType::F32, &[0; 800]);
                     let began = Instant::now();
                     let call = if rank.rank == odd { (difference.odd)(&tensor) } else { (difference.usual)(&tensor) };
-                    let error = story_of(run(&group, call), rank, &group);
-                    let what = format!("difference {number} {:?} on rank {odd}: {error}", difference.names);
+                    let what = format!("difference {number} {:?} on rank {odd}", difference.names);
+                    let error = story_of(run(&group, call), rank, &what);
+                    let what = format!("{what}: {error}");
                     assert_eq!(error.kind, Kind::Mismatch, "{what}");
                     assert!(difference.names.iter().all(|name| error.message.contains(name)), "{what}");
                     assert!(error.message.contains(&format!("rank {odd} ")), "{what}");
@@ -221,8 +222,9 @@ fn any_two_calls_are_told_apart_on_every_layout() {
                     let tensor = Tensor::new(rank, Memory::ALL[i % 3], DType::F32, &[0; 800]);
                     let began = Instant::now();
                     let call = if odd.contains(&rank.rank) { other(&tensor) } else { usual(&tensor) };
-                    let error = story_of(run(&group, call), rank, &group);
-                    let what = format!("calls {i} and {j} on {odd:?}: {error}");
+                    let what = format!("calls {i} and {j} on {odd:?}");
+                    let error = story_of(run(&group, call), rank, &what);
+                    let what = format!("{what}: {error}");
                     assert_eq!(error.kind, Kind::Mismatch, "{what}");
                     assert!(began.elapsed() < SOON, "{what} took {:?}", began.elapsed());
                 }

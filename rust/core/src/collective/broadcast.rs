@@ -41,8 +41,7 @@ pub(crate) fn run(context: &mut Context<'_>, buffer: Buffer, root: usize) -> Res
     let hosts = layout.hosts.len();
     let receivers: Vec<usize> = (0..hosts).map(|step| layout.opposite((root_host + step) % hosts, root_seat)).collect();
     let receiver = receivers[(host + hosts - root_host) % hosts];
-    context.announce();
-    context.compare_neighbours()?;
+    context.announce()?;
     if hosts > 1 && receiver == context.me {
         let short = hosts == 2 || (hosts - 1) * buffer.bytes() <= context.tuning.exchange;
         relay(context, buffer, place(&receivers, context.me, short))?;
@@ -50,7 +49,7 @@ pub(crate) fn run(context: &mut Context<'_>, buffer: Buffer, root: usize) -> Res
     if layout.hosts[host].len() > 1 {
         share(context, buffer, receiver)?;
     }
-    context.hear_all()?;
+    context.agree()?;
     context.drain()
 }
 
@@ -81,7 +80,7 @@ fn relay(context: &mut Context<'_>, buffer: Buffer, place: Place) -> Result<()> 
             }
         };
         if step == eager && pieces > eager {
-            context.hear(&place.to)?;
+            context.hear(&place.to, Stage::Here)?;
         }
         let begin = index * chunk;
         for to in &place.to {

@@ -46,6 +46,8 @@ pub(crate) enum Stage {
     Shape = 3,
     /// A piece of a block.
     Block = 4,
+    /// No data: "all ranks are in this call".
+    Alike = 5,
 }
 
 /// Everything that one call on one rank works with.
@@ -65,8 +67,8 @@ pub(crate) struct Context<'a> {
     /// What other hosts send, where there are several.
     pub(crate) reception: Option<Reception<'a>>,
     pub(crate) sends: Sends,
-    /// Members that have announced themselves without data.
-    here: HashSet<usize>,
+    /// What members have said without data.
+    said: HashSet<(usize, u8)>,
     /// Members of which anything has come: they are in this call, and not to blame if it takes too long.
     heard: HashSet<usize>,
     /// Data that came while something else was waited for.
@@ -100,7 +102,7 @@ impl<'a> Context<'a> {
             team,
             reception: several.then(|| mesh.board().open(Channel::Call(group, sequence))),
             sends: Sends::default(),
-            here: HashSet::new(),
+            said: HashSet::new(),
             heard: HashSet::new(),
             early: VecDeque::new(),
         }
@@ -238,10 +240,11 @@ impl<'a> Context<'a> {
         Ok(self.early.pop_front())
     }
 
-    /// Waits until some members have announced themselves.
-    pub(crate) fn hear(&mut self, members: &[usize]) -> Result<()> {
+    /// Waits until some members have said something that carries no data.
+    pub(crate) fn hear(&mut self, members: &[usize], stage: Stage) -> Result<()> {
         loop {
-            let absent: Vec<usize> = members.iter().copied().filter(|m| !self.here.contains(m)).collect();
+            let absent: Vec<usize> =
+                members.iter().copied().filter(|m| !self.said.contains(&(*m, stage as u8))).collect();
             if absent.is_empty() {
                 return Ok(());
             }
@@ -266,8 +269,9 @@ impl<'a> Context<'a> {
     fn sort(&mut self, delivery: Delivery) -> Result<()> {
         let (from, delivery) = self.admit(delivery)?;
         self.heard.insert(from);
-        if delivery.header.stage == Stage::Here as u8 {
-            self.here.insert(from);
+        let stage = delivery.header.stage;
+        if stage == Stage::Here as u8 || stage == Stage::Alike as u8 {
+            self.said.insert((from, stage));
         } else {
             self.early.push_back((from, delivery));
         }
@@ -296,21 +300,31 @@ impl<'a> Context<'a> {
     }
 
     /// A call in which not every host sends to every other has one rank, the first of the group, hear from all, so that
-    /// no difference goes unnoticed. Call once, before any wait for data: ranks that differ may wait for each other.
-    pub(crate) fn announce(&self) {
+    /// no difference goes unnoticed. Call once, before any wait for data: ranks that differ may wait for each other. The
+    /// first of a host speaks for its neighbours, so they compare before it does.
+    pub(crate) fn announce(&mut self) -> Result<()> {
+        self.compare_neighbours()?;
         let (my_host, my_seat) = self.layout.seat(self.me);
         if my_host != 0 && my_seat == 0 {
             self.send(self.layout.hosts[0][0], Stage::Here, 0, Payload::Empty);
         }
+        Ok(())
     }
 
-    /// The first of the group waits until the first of every other host has announced itself.
-    pub(crate) fn hear_all(&mut self) -> Result<()> {
-        if self.me != self.layout.hosts[0][0] {
+    /// Ends a call that began with [`Context::announce`]: the first of the group has heard from the first of every other
+    /// host and tells them so, and they their neighbours. Nobody returns from a call that others have made differently.
+    pub(crate) fn agree(&mut self) -> Result<()> {
+        if self.layout.hosts.len() == 1 {
             return Ok(());
         }
-        let firsts: Vec<usize> = self.layout.hosts[1..].iter().map(|host| host[0]).collect();
-        self.hear(&firsts)
+        let firsts: Vec<usize> = self.layout.hosts.iter().map(|host| host[0]).collect();
+        if self.me == firsts[0] {
+            self.hear(&firsts[1..], Stage::Here)?;
+            firsts[1..].iter().for_each(|first| self.send(*first, Stage::Alike, 0, Payload::Empty));
+        } else if firsts.contains(&self.me) {
+            self.hear(&firsts[..1], Stage::Alike)?;
+        }
+        if self.team.is_some() { self.meet() } else { Ok(()) }
     }
 
     /// Takes back what was lent and has not left, by copying it: for a failed call, before the memory goes away.

@@ -116,7 +116,7 @@ impl Scatter {
     fn run(&mut self, context: &mut Context<'_>, op: Op, slices: usize) -> Result<()> {
         let neighbours = context.layout.hosts[self.host].len() > 1;
         if self.goal.is_some() {
-            context.announce();
+            context.announce()?;
         }
         if neighbours {
             self.enter(context)?;
@@ -139,7 +139,7 @@ impl Scatter {
             self.copy_out();
         }
         if self.goal.is_some() {
-            context.hear_all()?;
+            context.agree()?;
         }
         context.drain()
     }
