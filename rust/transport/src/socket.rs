@@ -10,6 +10,16 @@ use tokio::net::{TcpStream, UnixStream};
 
 use crate::fork::ClosedInChild;
 
+/// The send buffer to ask for, if not the kernel's own: enough for the wire at that distance, and not much more. The kernel
+/// doubles it for its own use.
+fn send_buffer(round_trip: Duration) -> Option<usize> {
+    match round_trip.as_millis() {
+        0..2 => Some(128 << 10),
+        2..20 => Some(208 << 10),
+        _ => None,
+    }
+}
+
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
 #[derive(Debug)]
 pub(crate) struct Socket {
@@ -55,7 +65,21 @@ impl Socket {
         socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(3))?;
         #[cfg(target_os = "linux")]
         socket.set_tcp_user_timeout(Some(patience.max(Duration::from_secs(2))))?;
-        Ok(Socket { _registered: ClosedInChild::new(stream.as_raw_fd()), stream: Stream::Tcp(stream) })
+        let socket = Socket { _registered: ClosedInChild::new(stream.as_raw_fd()), stream: Stream::Tcp(stream) };
+        socket.limit_unacknowledged()?;
+        Ok(socket)
+    }
+
+    /// Bounds what is sent and not yet acknowledged. When both directions are busy, acknowledgements wait behind data in the
+    /// other side's queue; left to itself, the stream with the largest window fills that queue and starves the others
+    /// (four hosts that send in a ring at 500 Mbit/s took 1.9 times as long as the wire needs, and 1.4 times with this).
+    /// Over long distances the kernel's own, growing buffer is needed to fill the wire.
+    fn limit_unacknowledged(&self) -> io::Result<()> {
+        let (Some(round_trip), Stream::Tcp(stream)) = (self.round_trip(), &self.stream) else { return Ok(()) };
+        match send_buffer(round_trip) {
+            Some(bytes) => SockRef::from(stream).set_send_buffer_size(bytes),
+            None => Ok(()),
+        }
     }
 
     /// A Unix stream.

@@ -129,7 +129,7 @@ impl Scatter {
                 }
                 self.sum_slice(op, slice);
             }
-            for id in self.mine.iter().copied().filter(|id| self.plan[*id].slice == slice) {
+            for id in self.in_turn(slice, context.layout.hosts.len()) {
                 self.send_sum(context, id);
             }
         }
@@ -239,6 +239,16 @@ impl Scatter {
             };
             context.send(chunk.carriers[to], Stage::Scatter, id, payload);
         }
+    }
+
+    /// The chunks of a slice that I carry, in the order to send them: every host begins with the one after it, so that at
+    /// any time each host hears from another one.
+    fn in_turn(&self, slice: usize, hosts: usize) -> Vec<usize> {
+        let mut ids: Vec<usize> = self.mine.iter().copied().filter(|id| self.plan[*id].slice == slice).collect();
+        for round in ids.chunks_mut(hosts) {
+            round.sort_by_key(|id| self.plan[*id].owner.map(|owner| (owner + hosts - self.host) % hosts));
+        }
+        ids
     }
 
     fn is_summed_here(&self, chunk: &Chunk) -> bool {
@@ -353,7 +363,8 @@ impl Scatter {
             return;
         }
         let wanted = |host: &usize| *host != self.host && self.goal.is_none_or(|(goal, _)| goal == *host);
-        for to in (0..chunk.carriers.len()).filter(wanted) {
+        let hosts = chunk.carriers.len();
+        for to in (1..hosts).map(|step| (self.host + step) % hosts).filter(wanted) {
             // SAFETY: my own tensor or staging area stays as it is until this call ends.
             let payload = unsafe {
                 match (&encoded, &apart) {
