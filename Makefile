@@ -54,7 +54,7 @@ test-python: build wheel
 
 .PHONY: bench ## ours, gloo and OpenMPI in one run: table and plot in out/
 bench: build $(BENCH)
-	$(PY) -m benches.compare
+	$(PY) -m benches.compare --update
 
 .PHONY: bench-rust ## criterion micro-benches
 bench-rust:
