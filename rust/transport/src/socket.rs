@@ -13,11 +13,7 @@ use crate::fork::ClosedInChild;
 /// The send buffer to ask for, if not the kernel's own: enough for the wire at that distance, and not much more. The kernel
 /// doubles it for its own use.
 fn send_buffer(round_trip: Duration) -> Option<usize> {
-    match round_trip.as_millis() {
-        0..2 => Some(128 << 10),
-        2..20 => Some(208 << 10),
-        _ => None,
-    }
+    (round_trip < Duration::from_millis(20)).then_some(208 << 10)
 }
 
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
