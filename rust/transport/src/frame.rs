@@ -45,12 +45,14 @@ pub enum FrameKind {
     Failed = 9,
     /// The sending rank leaves; the payload says why.
     Goodbye = 10,
+    /// A piece of a letter between the background threads of a model.
+    Letter = 11,
 }
 
 impl FrameKind {
     fn from_byte(byte: u8) -> Option<Self> {
         use FrameKind::*;
-        [Data, Message, Offer, Accept, Piece, Taken, Ready, Poison, Failed, Goodbye]
+        [Data, Message, Offer, Accept, Piece, Taken, Ready, Poison, Failed, Goodbye, Letter]
             .into_iter()
             .find(|kind| *kind as u8 == byte)
     }
@@ -134,7 +136,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn decode_never_panics_and_accepts_only_what_encode_writes(bytes in any::<[u8; 32]>(), kind in 0u8..12) {
+        fn decode_never_panics_and_accepts_only_what_encode_writes(bytes in any::<[u8; 32]>(), kind in 0u8..13) {
             let mut header = [0u8; HEADER];
             header[..32].copy_from_slice(&bytes);
             header[0] = kind;

@@ -33,6 +33,17 @@ impl Identity {
     }
 }
 
+/// Which clock [`crate::trace::now`] reads: processes for which this text is the same read the same one. That is the boot
+/// and the time namespace, because a container may count from another moment than its host.
+pub fn clock() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let boot = if boot.is_empty() { hostname() } else { boot.trim().to_owned() };
+    match std::fs::read_link("/proc/self/ns/time") {
+        Ok(namespace) => format!("{boot} {}", namespace.display()),
+        Err(_) => boot,
+    }
+}
+
 /// The machine's own name.
 pub fn hostname() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()

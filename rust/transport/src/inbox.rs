@@ -3,12 +3,13 @@
 //! A frame may come before its operation has begun here: an inbox is made by whoever comes first, the reader of the
 //! stream or the operation. One operation drains its inbox in any order it likes.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Duration;
 
 use crate::frame::Header;
 use crate::pool::Block;
-use crate::roster::Watch;
+use crate::watchdog::Watch;
 use crate::{Result, SLICE};
 
 /// Which operation a frame is for.
@@ -22,6 +23,9 @@ pub enum Channel {
     Incoming(u32, u64),
     /// Answers of a rank to a message that we offered, by its number.
     Outgoing(u32, u64),
+    /// Letters from all ranks between the background threads of a model, by its group. Those of the world's group, 0, are
+    /// for whoever comes to read them, again and again.
+    Letters(u64),
 }
 
 /// A frame that has arrived.
@@ -51,16 +55,21 @@ struct State {
     inboxes: HashMap<Channel, Arc<Inbox>>,
     /// For each group the first call that has not ended; frames for earlier ones are of no use.
     live: HashMap<u64, u64>,
+    /// Groups whose background thread has ended; letters for them are of no use.
+    ended: HashSet<u64>,
 }
 
 impl Switchboard {
     /// Puts a frame into its inbox.
-    pub(crate) fn deliver(&self, channel: Channel, delivery: Delivery) {
+    pub fn deliver(&self, channel: Channel, delivery: Delivery) {
         let inbox = {
             let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
             if let Channel::Call(group, sequence) = channel
                 && state.live.get(&group).is_some_and(|live| sequence < *live)
             {
+                return;
+            }
+            if matches!(channel, Channel::Letters(group) if state.ended.contains(&group)) {
                 return;
             }
             Arc::clone(state.inboxes.entry(channel).or_default())
@@ -88,6 +97,13 @@ impl Reception<'_> {
     /// The next frame, if one is there.
     pub fn poll(&self) -> Option<Delivery> {
         self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front()
+    }
+
+    /// The next frame, if one comes within `limit`.
+    pub fn wait(&self, limit: Duration) -> Option<Delivery> {
+        let queue = self.inbox.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self.inbox.bell.wait_timeout_while(queue, limit, |queue| queue.is_empty());
+        waited.unwrap_or_else(PoisonError::into_inner).0.pop_front()
     }
 
     /// Looks through the frames that are there, and leaves them.
@@ -131,6 +147,8 @@ impl Drop for Reception<'_> {
                 let live = state.live.entry(group).or_default();
                 *live = (*live).max(sequence + 1);
             }
+            Channel::Letters(0) => return,
+            Channel::Letters(group) => drop(state.ended.insert(group)),
             Channel::Incoming(..) | Channel::Outgoing(..) => {}
         }
         state.inboxes.remove(&self.channel);

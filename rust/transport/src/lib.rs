@@ -8,7 +8,8 @@
 //! - [`rendezvous`]: how ranks find each other through a store
 //! - [`mesh`]: links to all ranks, chosen and built once; `linking`, `tcp`, `link`, `socket` stand behind it
 //! - [`outbox`], [`inbox`], [`pool`]: frames on their way out and in
-//! - [`roster`]: who is still there; every wait asks it
+//! - [`roster`]: who is still there; [`watchdog`]: what ends a wait, asked by every one
+//! - [`trace`]: what happened when, always recorded
 //! - `shm`: shared memory between the ranks of one host
 //! - [`fork`]: what must not survive into forked children
 
@@ -19,6 +20,7 @@ pub mod frame;
 pub mod handshake;
 pub mod host;
 pub mod inbox;
+mod late;
 pub mod link;
 mod linking;
 pub mod mesh;
@@ -29,6 +31,8 @@ pub mod roster;
 pub mod shm;
 mod socket;
 mod tcp;
+pub mod trace;
+pub mod watchdog;
 
 pub use error::{Error, Kind, Result};
 

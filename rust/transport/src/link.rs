@@ -7,22 +7,39 @@ use std::time::Duration;
 
 use bytes::BufMut;
 use tokio::runtime::Handle;
+use tokio::sync::Semaphore;
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Kind};
 use crate::frame::{FrameKind, HEADER, Header};
 use crate::inbox::{Channel, Delivery, Switchboard};
-use crate::outbox::{Outgoing, write_frames};
+use crate::outbox::{Outgoing, TURNS, write_frames};
 use crate::pool::Pool;
 use crate::roster::Roster;
 use crate::socket::Socket;
+use crate::trace::{self, Recorder, Span, What};
 
 /// What the tasks of all links share.
 pub(crate) struct Hub {
     pub(crate) roster: Roster,
     pub(crate) board: Switchboard,
     pub(crate) pool: Pool,
+    pub(crate) trace: Arc<Recorder>,
+    /// For writing to near peers.
+    turns: Semaphore,
+}
+
+impl Hub {
+    pub(crate) fn new(roster: Roster) -> Self {
+        Hub {
+            roster,
+            board: Switchboard::default(),
+            pool: Pool::default(),
+            trace: Arc::default(),
+            turns: Semaphore::new(TURNS),
+        }
+    }
 }
 
 /// By what a peer is reached.
@@ -92,6 +109,8 @@ impl Link {
         sockets: Vec<Socket>,
     ) -> Self {
         let mut link = Link::new(kind, why);
+        // several streams mean that the peer is far: what is under way there does not crowd out others here
+        let near = sockets.len() == 1;
         for (number, socket) in sockets.into_iter().enumerate() {
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();
@@ -99,7 +118,7 @@ impl Link {
             let (queue, frames) = mpsc::unbounded_channel();
             let socket = Arc::new(socket);
             link.queues.push(queue);
-            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, peer)));
+            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, Arc::clone(hub), peer, near)));
             hub.roster.stream_opened(peer);
             runtime.spawn(read_stream(socket, Arc::clone(hub), peer, number, Arc::clone(&link.received)));
         }
@@ -111,7 +130,8 @@ impl Link {
         self.queues.len()
     }
 
-    /// Payload bytes (sent, received) so far.
+    /// Bytes (sent, received) so far, headers included; sent ones count when they are queued. Neighbours exchange only
+    /// control frames this way: what they read in each other's memory is not counted.
     pub fn traffic(&self) -> (u64, u64) {
         (self.sent.load(Ordering::Relaxed), self.received.load(Ordering::Relaxed))
     }
@@ -120,7 +140,7 @@ impl Link {
     pub(crate) fn send(&self, frame: Outgoing) {
         self.sent.fetch_add((HEADER + frame.payload.len()) as u64, Ordering::Relaxed);
         let stream = match frame.header.kind {
-            FrameKind::Data | FrameKind::Piece if !self.queues.is_empty() => {
+            FrameKind::Data | FrameKind::Piece | FrameKind::Letter if !self.queues.is_empty() => {
                 frame.header.index as usize % self.queues.len()
             }
             _ => 0,
@@ -138,8 +158,15 @@ impl Link {
     }
 }
 
-async fn write_stream(socket: Arc<Socket>, mut frames: UnboundedReceiver<Outgoing>, peer: u32) {
-    if let Err(error) = write_frames(&socket, &mut frames).await {
+async fn write_stream(
+    socket: Arc<Socket>,
+    mut frames: UnboundedReceiver<Outgoing>,
+    hub: Arc<Hub>,
+    peer: u32,
+    near: bool,
+) {
+    let turns = near.then_some(&hub.turns);
+    if let Err(error) = write_frames(&socket, &mut frames, peer, &hub.trace, turns).await {
         log::debug!("writing to rank {peer}: {error}");
     }
 }
@@ -187,10 +214,14 @@ impl From<io::Error> for End {
 async fn read_frame(socket: &Socket, hub: &Hub, peer: u32, received: &AtomicU64) -> Result<bool, End> {
     let mut head = [0; HEADER];
     let mut free = &mut head[..];
+    if socket.read_some(&mut free).await? == 0 {
+        return Ok(false);
+    }
+    // not before: a stream on which nothing comes is not receiving
+    let begin = trace::now();
     while free.has_remaining_mut() {
-        let at_start = free.len() == HEADER;
         if socket.read_some(&mut free).await? == 0 {
-            return if at_start { Ok(false) } else { Err(End::Io(ErrorKind::UnexpectedEof.into())) };
+            return Err(End::Io(ErrorKind::UnexpectedEof.into()));
         }
     }
     let header = Header::decode(&head).map_err(End::Bad)?;
@@ -198,11 +229,14 @@ async fn read_frame(socket: &Socket, hub: &Hub, peer: u32, received: &AtomicU64)
     let mut payload = hub.pool.take(length);
     while payload.len() < length {
         let left = length - payload.len();
-        if socket.read_some(&mut (&mut *payload).limit(left)).await? == 0 {
+        if socket.read_some(&mut (&mut payload).limit(left)).await? == 0 {
             return Err(End::Io(ErrorKind::UnexpectedEof.into()));
         }
     }
     received.fetch_add((HEADER + length) as u64, Ordering::Relaxed);
+    if length >= trace::LEAST_PAYLOAD {
+        hub.trace.record(Span::of_frame(What::Receive { peer }, &header, begin));
+    }
     let delivery = Delivery { from: peer, header, payload };
     let story = |delivery: &Delivery| Error::from_bytes(&delivery.payload).map_err(End::Bad);
     match header.kind {
@@ -210,6 +244,7 @@ async fn read_frame(socket: &Socket, hub: &Hub, peer: u32, received: &AtomicU64)
         FrameKind::Message | FrameKind::Offer => hub.board.deliver(Channel::Mail(peer, header.group), delivery),
         FrameKind::Accept | FrameKind::Taken => hub.board.deliver(Channel::Outgoing(peer, header.sequence), delivery),
         FrameKind::Piece => hub.board.deliver(Channel::Incoming(peer, header.sequence), delivery),
+        FrameKind::Letter => hub.board.deliver(Channel::Letters(header.group), delivery),
         FrameKind::Ready => hub.roster.ready(peer),
         FrameKind::Poison => {
             hub.roster.poison(header.group, &story(&delivery)?);

@@ -1,5 +1,6 @@
 //! The steps of linking: who dials whom, what came of it, and who has not come. [`crate::mesh`] takes them in order.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::future::Future;
 use std::sync::Arc;
@@ -13,6 +14,7 @@ use crate::Interrupt;
 use crate::address;
 use crate::error::{Error, Kind, Result};
 use crate::handshake::{KEPT, Purpose};
+use crate::late::{LOOK, Late};
 use crate::link::Hub;
 use crate::rendezvous::Card;
 use crate::shm::attach::{self, Neighbour};
@@ -82,6 +84,26 @@ pub(crate) fn run<T>(
             }
         }
     })
+}
+
+/// As [`run`], while ranks may refuse each other, or end. Who learns of it leaves the story in the store; the others would
+/// wait until the deadline.
+pub(crate) fn run_or_hear<T>(
+    runtime: &Handle,
+    late: &Late<'_>,
+    interrupt: Option<&Interrupt<'_>>,
+    work: impl Future<Output = Result<T>>,
+) -> Result<T> {
+    let looked = Cell::new(Instant::now());
+    let look = || {
+        interrupt.map_or(Ok(()), |check| check())?;
+        if looked.get().elapsed() < LOOK {
+            return Ok(());
+        }
+        looked.set(Instant::now());
+        late.hear()
+    };
+    run(runtime, Some(&look), work).map_err(|error| late.tell(error))
 }
 
 /// How long attaching to one neighbour may take.
@@ -171,7 +193,8 @@ fn unreachable_peer(card: &Card, me: u32, error: &Error) -> Error {
         ),
         _ => format!(
             "rank {me} could not reach {name} at {tried}; try: choose an interface that both hosts share with \
-             OFFBEAT_SOCKET_IFNAME (as 10.0.0.0/8 or eth0), open the firewall between them, and run `offbeat doctor`"
+             OFFBEAT_SOCKET_IFNAME (as 10.0.0.0/8 or eth0), open the firewall between them, and run `offbeat doctor`; \
+             where it was refused the rank may have ended: read its output"
         ),
     };
     Error::of_rank(error.kind, card.rank, &card.host, message)
@@ -188,24 +211,22 @@ impl Lobby {
     pub(crate) async fn wait(
         &mut self,
         cards: &[Card],
-        attach: Vec<u32>,
-        stream: Vec<u32>,
+        (attach, stream): (Vec<u32>, Vec<u32>),
+        late: &Late<'_>,
         deadline: Instant,
         began: Instant,
     ) -> Result<()> {
         loop {
-            let attached = attach.iter().all(|r| self.attached.contains_key(r));
             let incomplete = |r: &&u32| !self.streams.get(r).is_some_and(|s| s.iter().all(Option::is_some));
-            let missing: Vec<u32> = stream.iter().filter(incomplete).copied().collect();
-            if attached && missing.is_empty() {
-                return Ok(());
-            }
+            let unattached = attach.iter().filter(|r| !self.attached.contains_key(r));
+            let missing: Vec<u32> = stream.iter().filter(incomplete).chain(unattached).copied().collect();
+            let Some(first) = missing.first() else { return Ok(()) };
             let limit = deadline.saturating_duration_since(Instant::now());
-            match tokio::time::timeout(limit, self.arrivals.recv()).await {
+            match tokio::time::timeout(limit.min(LOOK * 2), self.arrivals.recv()).await {
                 Ok(Some(arrival)) => self.seat(arrival),
+                Err(_) if !limit.is_zero() => late.check(&missing).await?,
                 Ok(None) | Err(_) => {
-                    let late = missing.first().or_else(|| attach.iter().find(|r| !self.attached.contains_key(r)));
-                    let card = &cards[late.copied().unwrap_or_default() as usize];
+                    let card = &cards[*first as usize];
                     return Err(Error::of_rank(
                         Kind::Timeout,
                         card.rank,

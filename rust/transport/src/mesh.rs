@@ -7,6 +7,7 @@
 //! 3. All other pairs get TCP streams.
 //! 4. Everyone tells everyone that it is ready; nobody returns before all have. The store is not needed after that.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::{Duration, Instant};
@@ -21,19 +22,22 @@ use crate::frame::{FrameKind, Header};
 use crate::handshake::Purpose;
 use crate::host::Identity;
 use crate::inbox::Switchboard;
+use crate::late::Late;
 use crate::link::{Hub, Link, LinkKind};
 use crate::linking::{
-    Attached, Lobby, attach_to_lower, check_cards, dial_lower, run, streams_for, teams, watch_process,
+    Attached, Lobby, attach_to_lower, check_cards, dial_lower, run, run_or_hear, streams_for, teams, watch_process,
 };
 use crate::outbox::{Outgoing, Payload};
 use crate::pool::Pool;
 use crate::rendezvous::{self, Card, Store};
-use crate::roster::{Roster, Watch};
+use crate::roster::Roster;
 use crate::shm::arena::{Arena, Mapping, Piece};
 use crate::shm::attach::{self, Neighbour};
 use crate::shm::team;
 use crate::socket::Socket;
 use crate::tcp::{self, Door};
+use crate::trace::Recorder;
+use crate::watchdog::Watch;
 use crate::{Interrupt, fork};
 
 /// How to link.
@@ -108,11 +112,10 @@ impl Mesh {
             socket: Err("switched off (OFFBEAT_SHM=0)".to_owned()),
         };
         let Some(store) = store.filter(|_| world > 1) else {
-            let hub = Hub { roster: Roster::new(me, vec![card]), board: Switchboard::default(), pool: Pool::default() };
             return Ok(Mesh {
                 me,
                 runtime: runtime.clone(),
-                hub: Arc::new(hub),
+                hub: Arc::new(Hub::new(Roster::new(me, vec![card]))),
                 links: RwLock::new(vec![Link::to_myself()]),
                 teams: vec![vec![me]],
                 neighbours: HashMap::new(),
@@ -146,14 +149,16 @@ impl Mesh {
         }
 
         let ranks: Vec<u32> = (0..world).collect();
-        let cards = rendezvous::exchange(store, "card", me, &card.to_bytes(), &ranks, deadline)?;
+        let cards = rendezvous::exchange(store, "card", me, &card.to_bytes(), &ranks, deadline, &|_| Ok(()))?;
         let cards = cards.iter().map(|bytes| Card::from_bytes(bytes)).collect::<Result<Vec<_>>>()?;
         check_cards(&cards)?;
+        let late = Late::new(store, &cards, me, &interfaces);
 
         let mut lobby = Lobby { arrivals, attached: HashMap::new(), streams: HashMap::new() };
         let (attached, failures) = run(runtime, interrupt, attach_to_lower(&door, &cards, deadline))?;
         let report = postcard::to_stdvec(&failures).unwrap_or_default();
-        let reports = rendezvous::exchange(store, "attached", me, &report, &ranks, deadline)?;
+        let check = |rank| runtime.block_on(late.check(&[rank]));
+        let reports = rendezvous::exchange(store, "attached", me, &report, &ranks, deadline, &check)?;
         let mut reasons: HashMap<(u32, u32), String> = HashMap::new();
         for (rank, report) in ranks.iter().zip(&reports) {
             let failed: Vec<(u32, String)> = postcard::from_bytes(report).unwrap_or_default();
@@ -172,13 +177,12 @@ impl Mesh {
             let dialed = dial_lower(&door, &cards, &interfaces, &tcp_peers, choose, deadline).await?;
             let attached_to = my_team.iter().copied().filter(|r| *r > me);
             let streams_from = tcp_peers.iter().copied().filter(|r| *r > me);
-            lobby.wait(&cards, attached_to.collect(), streams_from.collect(), deadline, began).await?;
+            lobby.wait(&cards, (attached_to.collect(), streams_from.collect()), &late, deadline, began).await?;
             Ok(dialed)
         };
-        let dialed = run(runtime, interrupt, dial)?;
+        let dialed = run_or_hear(runtime, &late, interrupt, dial)?;
 
-        let hub =
-            Arc::new(Hub { roster: Roster::new(me, cards), board: Switchboard::default(), pool: Pool::default() });
+        let hub = Arc::new(Hub::new(Roster::new(me, cards)));
         let mut mesh = Mesh {
             me,
             runtime: runtime.clone(),
@@ -195,15 +199,33 @@ impl Mesh {
             mesh.tell(*rank, Header::bare(FrameKind::Ready), &[]);
         }
         let what = || "linking to all ranks".to_owned();
-        mesh.hub.roster.wait_until_ready(&Watch {
+        let warned = Cell::new(false);
+        let watch = Watch {
             roster: &mesh.hub.roster,
             group: 0,
             members: &ranks,
-            deadline,
-            patience: options.connect_timeout,
+            began,
+            limit: options.connect_timeout,
+            warned: &warned,
             interrupt,
             what: &what,
-        })?;
+        };
+        let linked = loop {
+            let late = mesh.hub.roster.still_linking();
+            if late.is_empty() {
+                // one may have gone before it was ready
+                break mesh.hub.roster.verdict(0, &ranks, Vec::new);
+            }
+            if let Err(error) = watch.check(|| late.clone()) {
+                break Err(error);
+            }
+        };
+        if let Err(error) = linked {
+            // this rank ends too, and must not be taken for the one that began it
+            let story = mesh.poison(0, &ranks, &error);
+            mesh.leave("it could not link to all ranks");
+            return Err(story);
+        }
         Ok(mesh)
     }
 
@@ -275,6 +297,11 @@ impl Mesh {
         &self.hub.pool
     }
 
+    /// What happened on the links, and whatever else is recorded in it.
+    pub fn trace(&self) -> &Arc<Recorder> {
+        &self.hub.trace
+    }
+
     /// This rank's shared memory.
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
@@ -318,7 +345,8 @@ impl Mesh {
     pub fn poison(&self, group: u64, members: &[u32], error: &Error) -> Error {
         let story = self.hub.roster.poison(group, error);
         let header = Header { group, ..Header::bare(FrameKind::Poison) };
-        for rank in members.iter().filter(|r| **r != self.me) {
+        // that this rank shuts down is told by its goodbye, and is no story of the others
+        for rank in members.iter().filter(|r| **r != self.me && story.kind != Kind::NotInitialized) {
             self.tell(*rank, header, &story.to_bytes());
         }
         story

@@ -73,11 +73,12 @@ pub fn agree_on_token(store: &dyn Store, rank: u32, given: Option<&[u8]>, deadli
         store.set("token", token.secret())?;
         return Ok(token);
     }
-    let mut found = collect(store, &[("token".to_owned(), 0)], deadline)?;
+    let mut found = collect(store, &[("token".to_owned(), 0)], deadline, &|_| Ok(()))?;
     Ok(Token::new(&found.remove(0)))
 }
 
-/// Leaves a value under `topic` and reads those of the other `ranks`.
+/// Leaves a value under `topic` and reads those of the other `ranks`. Now and then `check` is asked about a rank that is
+/// waited for.
 pub fn exchange(
     store: &dyn Store,
     topic: &str,
@@ -85,17 +86,23 @@ pub fn exchange(
     mine: &[u8],
     ranks: &[u32],
     deadline: Instant,
+    check: &dyn Fn(u32) -> Result<()>,
 ) -> Result<Vec<Vec<u8>>> {
     store.set(&format!("{topic}/{rank}"), mine)?;
     let keys: Vec<_> = ranks.iter().map(|r| (format!("{topic}/{r}"), *r)).collect();
-    collect(store, &keys, deadline)
+    collect(store, &keys, deadline, check)
 }
 
 /// Waits for all keys, and names the ranks whose key did not come.
-fn collect(store: &dyn Store, keys: &[(String, u32)], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+fn collect(
+    store: &dyn Store,
+    keys: &[(String, u32)],
+    deadline: Instant,
+    check: &dyn Fn(u32) -> Result<()>,
+) -> Result<Vec<Vec<u8>>> {
     let began = Instant::now();
     let mut values = Vec::with_capacity(keys.len());
-    for (at, (key, _)) in keys.iter().enumerate() {
+    for (at, (key, rank)) in keys.iter().enumerate() {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if let Some(value) = store.get(key, left.min(Duration::from_millis(500)))? {
@@ -105,6 +112,7 @@ fn collect(store: &dyn Store, keys: &[(String, u32)], deadline: Instant) -> Resu
             if left.is_zero() {
                 return Err(missing(store, &keys[at..], began.elapsed()));
             }
+            check(*rank)?;
         }
     }
     Ok(values)
@@ -164,7 +172,7 @@ mod tests {
     fn a_missing_rank_is_named() {
         let store = MemoryStore::default();
         store.set("card/1", b"x").unwrap();
-        let error = exchange(&store, "card", 0, b"y", &[1, 2, 3], Instant::now()).unwrap_err();
+        let error = exchange(&store, "card", 0, b"y", &[1, 2, 3], Instant::now(), &|_| Ok(())).unwrap_err();
         assert_eq!((error.kind, error.rank), (Kind::Timeout, Some(2)));
         assert!(error.message.contains("2, 3") && error.message.contains("try:"), "{error}");
     }

@@ -1,13 +1,12 @@
-//! Who is still there, and the verdict that every wait asks for.
+//! Who is still there: what the watchdog's verdict rests on.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
+use crate::SLICE;
 use crate::error::{Error, Kind, Result};
 use crate::rendezvous::Card;
-use crate::{Interrupt, SLICE};
 
 /// What is known of a peer.
 #[derive(Clone, Debug)]
@@ -21,6 +20,15 @@ enum Presence {
     /// Said goodbye, and everything that it sent has arrived.
     Left(String),
     /// Dead, cut off or failed.
+    Gone(Error),
+}
+
+/// How a rank that is not there any more went.
+#[derive(Clone, Debug)]
+pub enum Absence {
+    /// It said goodbye, and everything that it sent has arrived.
+    Left(String),
+    /// It is dead, cut off or failed.
     Gone(Error),
 }
 
@@ -38,6 +46,8 @@ struct State {
     presence: Vec<Presence>,
     streams: Vec<usize>,
     poisons: HashMap<u64, Error>,
+    /// Ranks of which the user was told that they are gone.
+    reported: HashSet<u32>,
     closing: bool,
 }
 
@@ -45,7 +55,7 @@ impl Roster {
     pub(crate) fn new(me: u32, cards: Vec<Card>) -> Self {
         let presence = cards.iter().map(|c| if c.rank == me { Presence::Here } else { Presence::Linking }).collect();
         let streams = vec![0; cards.len()];
-        let state = State { presence, streams, poisons: HashMap::new(), closing: false };
+        let state = State { presence, streams, poisons: HashMap::new(), reported: HashSet::new(), closing: false };
         Roster { me, cards, trouble: AtomicBool::new(false), state: Mutex::new(state), changed: Condvar::new() }
     }
 
@@ -142,23 +152,34 @@ impl Roster {
         state.poisons.get(&group).unwrap_or(error).clone()
     }
 
-    /// Waits until every rank has linked to every other.
-    pub(crate) fn wait_until_ready(&self, watch: &Watch<'_>) -> Result<()> {
-        loop {
-            let linking: Vec<u32> = {
-                let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-                let (state, _) = self
-                    .changed
-                    .wait_timeout_while(state, SLICE, |s| s.presence.iter().any(|p| matches!(p, Presence::Linking)))
-                    .unwrap_or_else(PoisonError::into_inner);
-                let linking = state.presence.iter().zip(&self.cards).filter(|(p, _)| matches!(p, Presence::Linking));
-                linking.map(|(_, card)| card.rank).collect()
-            };
-            if linking.is_empty() {
-                return Ok(());
-            }
-            watch.check(|| linking.clone())?;
+    /// Waits a moment for all ranks to have linked to all others, and names those that have not.
+    pub(crate) fn still_linking(&self) -> Vec<u32> {
+        let linking = |presence: &Presence| matches!(presence, Presence::Linking);
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        let (state, _) = self
+            .changed
+            .wait_timeout_while(state, SLICE, |state| state.presence.iter().any(linking))
+            .unwrap_or_else(PoisonError::into_inner);
+        let late = state.presence.iter().zip(&self.cards).filter(|(presence, _)| linking(presence));
+        late.map(|(_, card)| card.rank).collect()
+    }
+
+    /// How a rank went, if it did.
+    pub fn absence(&self, rank: u32) -> Option<Absence> {
+        if !self.trouble.load(Ordering::Acquire) {
+            return None;
         }
+        let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
+        match state.presence.get(rank as usize)? {
+            Presence::Left(why) => Some(Absence::Left(why.clone())),
+            Presence::Gone(error) => Some(Absence::Gone(error.clone())),
+            Presence::Linking | Presence::Here | Presence::Leaving(_) => None,
+        }
+    }
+
+    /// Whether nobody has told the user yet that a rank is gone; who asks does so.
+    pub fn report(&self, rank: u32) -> bool {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner).reported.insert(rank)
     }
 
     /// Whether a group of ranks can go on: the story of its failure, or of a member that is not there any more. A member
@@ -209,57 +230,4 @@ fn left(card: &Card, why: &str) -> Error {
             card.name()
         ),
     )
-}
-
-/// Everything that can end a wait early: a failed group, a lost member, the deadline, a signal.
-pub struct Watch<'a> {
-    /// Whom to ask.
-    pub roster: &'a Roster,
-    /// The group of the operation.
-    pub group: u64,
-    /// Its members.
-    pub members: &'a [u32],
-    /// When to give up.
-    pub deadline: Instant,
-    /// How long that was at the start.
-    pub patience: Duration,
-    /// Lets the caller's signal handlers run; an error from it ends the wait.
-    pub interrupt: Option<&'a Interrupt<'a>>,
-    /// What is being done, for messages.
-    pub what: &'a dyn Fn() -> String,
-}
-
-impl Watch<'_> {
-    /// The verdict; `missing` names the ranks that are waited for.
-    pub fn check(&self, missing: impl Fn() -> Vec<u32>) -> Result<()> {
-        self.roster.verdict(self.group, self.members, &missing)?;
-        if let Some(interrupt) = self.interrupt {
-            interrupt()?;
-        }
-        if Instant::now() < self.deadline {
-            return Ok(());
-        }
-        let missing = missing();
-        let names: Vec<String> = missing.iter().take(8).map(|r| self.roster.card(*r).name()).collect();
-        let who = match names.len() {
-            0 => "the network takes no more data".to_owned(),
-            _ => format!("{}{} did not answer", names.join(", "), if missing.len() > 8 { ", …" } else { "" }),
-        };
-        let me = self.roster.card(self.roster.me);
-        let host = missing.first().map(|r| self.roster.card(*r).host.clone()).unwrap_or_default();
-        Err(Error {
-            rank: missing.first().copied(),
-            host,
-            ..Error::new(
-                Kind::Timeout,
-                format!(
-                    "{who} within {:.1} s while {} was in {}; try: look for a rank that is stuck or skipped this call, or \
-                     raise timeout (OFFBEAT_TIMEOUT)",
-                    self.patience.as_secs_f64(),
-                    me.name(),
-                    (self.what)()
-                ),
-            )
-        })
-    }
 }

@@ -11,9 +11,18 @@ use tokio::net::{TcpStream, UnixStream};
 use crate::fork::ClosedInChild;
 
 /// The send buffer to ask for, if not the kernel's own: enough for the wire at that distance, and not much more. The kernel
-/// doubles it for its own use.
+/// doubles it for its own use, and gives at most what `net.core.wmem_max` allows.
+///
+/// Near peers have one stream each, and are written to in turns. Where the round trip is long enough for several streams
+/// (`linking::streams_for`), they share what the wire holds: eight of 20 kB for each millisecond fill 1.3 Gbit/s. As much for
+/// each as for a single one would lie in queues: four hosts at 100 Mbit/s, 1 ms apart, lost frames by it, and took 1.12 times
+/// as long as the wire needs, instead of 1.08.
 fn send_buffer(round_trip: Duration) -> Option<usize> {
-    (round_trip < Duration::from_millis(20)).then_some(208 << 10)
+    match round_trip.as_micros() as usize {
+        ..=2_000 => Some(512 << 10),
+        near @ ..20_000 => Some((near * 20).min(208 << 10)),
+        _ => None,
+    }
 }
 
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
@@ -129,13 +138,14 @@ impl Socket {
         when_ready!(self, readable, stream => stream.try_read_buf(buffer))
     }
 
-    /// Reads exactly `N` bytes.
+    /// Reads exactly `N` bytes. A stream that ends before the first of them was aborted.
     pub(crate) async fn read_array<const N: usize>(&self) -> io::Result<[u8; N]> {
         let mut array = [0; N];
         let mut free = &mut array[..];
         while free.has_remaining_mut() {
             if self.read_some(&mut free).await? == 0 {
-                return Err(ErrorKind::UnexpectedEof.into());
+                let kind = if free.len() == N { ErrorKind::ConnectionAborted } else { ErrorKind::UnexpectedEof };
+                return Err(kind.into());
             }
         }
         Ok(array)
@@ -168,5 +178,20 @@ impl Socket {
         if let Err(error) = result {
             log::debug!("shutting a stream down: {error}");
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn streams_share_what_the_wire_holds() {
+        let kilobytes = |millis: f64| send_buffer(Duration::from_secs_f64(millis / 1e3)).map(|bytes| bytes >> 10);
+        assert_eq!(kilobytes(0.1), Some(512));
+        assert_eq!(kilobytes(2.2), Some(42));
+        assert_eq!(kilobytes(10.0), Some(195));
+        assert_eq!(kilobytes(15.0), Some(208));
+        assert_eq!(kilobytes(80.0), None);
     }
 }

@@ -1,5 +1,6 @@
 //! Listening and dialing: proven connections, over whichever address works first.
 
+use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsRawFd;
 use std::sync::Arc;
@@ -25,6 +26,8 @@ const PROOF_TIME: Duration = Duration::from_secs(10);
 const STRANGERS: usize = 256;
 /// The next address is tried when this one has not answered for so long.
 const STAGGER: Duration = Duration::from_millis(250);
+/// So often in a row a rank must refuse to count as lost: a firewall may do so for a moment, too.
+pub(crate) const REFUSALS: u32 = 4;
 
 /// A connection whose dialer has proven the token.
 pub(crate) struct Arrival {
@@ -117,6 +120,7 @@ fn admit(
                 // after the links are up nobody takes arrivals any more, and this one is dropped
                 let _ = arrivals.send(Arrival { intro, socket, neighbour });
             }
+            Ok(Err(error)) if error.kind == Kind::PeerLost => log::debug!("{address} looked in: {}", error.message),
             Ok(Err(error)) => log::warn!("dropped a connection from {address}: {}", error.message),
             Err(_) => log::warn!("dropped a connection from {address}: it said too little for {PROOF_TIME:?}"),
         }
@@ -127,9 +131,19 @@ fn hung_up(error: std::io::Error) -> Error {
     Error::new(Kind::Unauthorized, format!("it hung up before it proved anything ({error})"))
 }
 
+/// A connection that was not made. Lost is only who refuses it: on the way there much else can fail for a while.
+fn unanswered(error: std::io::Error) -> Error {
+    let kind = if error.kind() == ErrorKind::ConnectionRefused { Kind::PeerLost } else { Kind::Timeout };
+    Error::new(kind, error.to_string())
+}
+
 /// The listener's half of the handshake.
 async fn greet(socket: &Socket, door: &Door) -> Result<(Intro, Option<Neighbour>)> {
-    let dialer = handshake::read_hello(&socket.read_array().await.map_err(hung_up)?)?;
+    let dialer = handshake::read_hello(&socket.read_array().await.map_err(|error| match error.kind() {
+        // somebody only looked whether this rank is there (`late.rs`)
+        ErrorKind::ConnectionAborted => Error::new(Kind::PeerLost, "it said nothing"),
+        _ => hung_up(error),
+    })?)?;
     let listener = handshake::nonce()?;
     socket.write_all(&handshake::reply(&door.token, &dialer, &listener, door.me)).await.map_err(hung_up)?;
     let intro = socket.read_array().await.map_err(hung_up)?;
@@ -173,7 +187,8 @@ pub(crate) async fn introduce(
     }
 }
 
-/// Dials the addresses of a rank, staggered; the first that proves to be that rank wins. Goes on until the deadline.
+/// Dials the addresses of a rank, staggered; the first that proves to be that rank wins. Goes on until the deadline, or
+/// until it is clear that nobody listens there: a rank does before anybody knows its addresses.
 pub(crate) async fn dial(
     door: &Door,
     to: u32,
@@ -181,6 +196,7 @@ pub(crate) async fn dial(
     purpose: impl Fn(Duration) -> Purpose + Copy + Send + Sync + 'static,
     deadline: Instant,
 ) -> Result<(Socket, SocketAddr, Purpose)> {
+    let mut refusals = 0;
     loop {
         let mut attempts = JoinSet::new();
         for (turn, address) in addresses.iter().copied().enumerate() {
@@ -188,8 +204,7 @@ pub(crate) async fn dial(
             attempts.spawn(async move {
                 sleep(STAGGER * turn as u32).await;
                 let attempt = async {
-                    let stream =
-                        TcpStream::connect(address).await.map_err(|e| Error::new(Kind::PeerLost, e.to_string()))?;
+                    let stream = TcpStream::connect(address).await.map_err(unanswered)?;
                     let socket = Socket::tcp(stream, door.patience).map_err(|e| Error::io("socket options", e))?;
                     let purpose = introduce(&socket, &door, to, purpose).await?;
                     Ok((socket, purpose))
@@ -197,7 +212,7 @@ pub(crate) async fn dial(
                 match timeout(PROOF_TIME, attempt).await {
                     Ok(Ok((socket, purpose))) => Ok((socket, address, purpose)),
                     Ok(Err(error)) => Err((address, error)),
-                    Err(_) => Err((address, Error::new(Kind::PeerLost, "no answer"))),
+                    Err(_) => Err((address, Error::new(Kind::Timeout, "no answer"))),
                 }
             });
         }
@@ -212,8 +227,10 @@ pub(crate) async fn dial(
                 Err(error) => log::debug!("a dialing task ended: {error}"),
             }
         }
-        let refused = !failures.is_empty() && failures.iter().all(|(_, e)| e.kind == Kind::Unauthorized);
-        if refused || Instant::now() + STAGGER > deadline {
+        let all = |kind| !failures.is_empty() && failures.iter().all(|(_, e)| e.kind == kind);
+        let refused = all(Kind::Unauthorized);
+        refusals = if all(Kind::PeerLost) { refusals + 1 } else { 0 };
+        if refused || refusals == REFUSALS || Instant::now() + STAGGER > deadline {
             let list: Vec<String> = failures.iter().map(|(address, e)| format!("{address}: {}", e.message)).collect();
             let kind = if refused { Kind::Unauthorized } else { Kind::PeerLost };
             let list = if list.is_empty() { "it offers no address".to_owned() } else { list.join(", ") };

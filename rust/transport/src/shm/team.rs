@@ -13,7 +13,7 @@ use super::arena::{Mapping, Piece};
 use super::step::{Futex, Patience, Post};
 use crate::error::Result;
 use crate::frame::{NOTE, Note};
-use crate::roster::Watch;
+use crate::watchdog::Watch;
 
 /// Room for short data in a slot.
 pub const INLINE: usize = 16 << 10;
