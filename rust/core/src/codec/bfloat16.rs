@@ -1,6 +1,6 @@
 //! Brain floating point: f32 with 8 significant bits; the range of f32.
 
-use super::{Codec, pairs};
+use super::{Codec, Salt, not_finite, pairs};
 use crate::reduce::to_brain;
 
 /// Two bytes an element; relative error at most 2⁻⁸.
@@ -28,7 +28,7 @@ impl Codec for BFloat16 {
         count * 2
     }
 
-    fn encode(&self, values: &[f32], out: &mut [u8]) {
+    fn encode(&self, values: &[f32], _: Salt<'_>, out: &mut [u8]) {
         for (out, value) in out.chunks_exact_mut(2).zip(values) {
             out.copy_from_slice(&to_brain(*value).to_le_bytes());
         }
@@ -44,5 +44,13 @@ impl Codec for BFloat16 {
 
     fn error_bound(&self, values: &[f32]) -> f32 {
         values.iter().fold(0f32, |bound, v| bound.max(v.abs() / 256.0)).max(f32::MIN_POSITIVE)
+    }
+
+    fn is_biased(&self) -> bool {
+        true
+    }
+
+    fn non_finite(&self, bytes: &[u8]) -> usize {
+        not_finite(bytes, 0x7f80)
     }
 }

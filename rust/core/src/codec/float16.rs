@@ -2,7 +2,7 @@
 
 use half::f16;
 
-use super::{Codec, pairs};
+use super::{Codec, Salt, not_finite, pairs};
 
 /// Two bytes an element; relative error at most 2⁻¹¹, absolute at most 2⁻²⁵ near zero.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ impl Codec for Float16 {
         count * 2
     }
 
-    fn encode(&self, values: &[f32], out: &mut [u8]) {
+    fn encode(&self, values: &[f32], _: Salt<'_>, out: &mut [u8]) {
         // the library converts slices with F16C where the processor has it
         use half::slice::HalfFloatSliceExt;
         let mut block = [f16::ZERO; 512];
@@ -48,6 +48,14 @@ impl Codec for Float16 {
 
     fn error_bound(&self, values: &[f32]) -> f32 {
         values.iter().fold(0f32, |bound, v| bound.max(v.abs() / 2048.0)).max(2f32.powi(-25))
+    }
+
+    fn is_biased(&self) -> bool {
+        true
+    }
+
+    fn non_finite(&self, bytes: &[u8]) -> usize {
+        not_finite(bytes, 0x7c00)
     }
 }
 

@@ -1,0 +1,355 @@
+//! The largest numbers of many, by absolute value, and where they are.
+//!
+//! The encoding of `count` numbers of which `chosen` are sent has a fixed size:
+//!
+//! | bytes | is |
+//! |---|---|
+//! | 0..4·chosen | u32 indices, ascending |
+//! | 4·chosen..8·chosen | f32 values, in the same order |
+//!
+//! The bits of a float without its sign, taken as an integer, order absolute values, with NaN above infinity. This is its
+//! key. The smallest key that is sent is found as a number, eleven and twice ten bits at a time, by counting how many keys
+//! begin with each digit. There is no sort, and the data is read three times. Of equal ones the first are taken, so it is
+//! always as many as were asked for.
+
+use crate::{Error, Kind, Result};
+
+/// Numbers that are looked at together: few, since most groups are passed over, and a hit costs looking at each.
+const GROUP: usize = 16;
+/// Bits of the first digit of a key, and of the other two.
+const FIRST: u32 = 11;
+const NEXT: u32 = 10;
+
+/// How many of how many are sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TopK {
+    count: usize,
+    chosen: usize,
+}
+
+impl TopK {
+    /// A share of `count` numbers, rounded up; at least one.
+    pub fn new(count: usize, ratio: f64) -> Result<Self> {
+        if !(ratio > 0.0 && ratio <= 1.0) {
+            return Err(Error::invalid(format!("ratio {ratio} is not over 0 and up to 1; try: 0.01")));
+        }
+        if u32::try_from(count).is_err() {
+            return Err(Error::unsupported(format!("{count} numbers have indices over 32 bits; try: smaller tensors")));
+        }
+        // 0.07 · 100 is a little over 7
+        let chosen = (count as f64 * ratio * (1.0 - 1e-12)).ceil() as usize;
+        Ok(TopK { count, chosen: chosen.clamp(1, count.max(1)).min(count) })
+    }
+
+    /// How many are sent.
+    pub fn chosen(&self) -> usize {
+        self.chosen
+    }
+
+    /// Bytes of an encoding.
+    pub fn encoded_len(&self) -> usize {
+        self.chosen * 8
+    }
+
+    /// Where the largest numbers are, in ascending order.
+    pub fn select(&self, values: &[f32]) -> Vec<u32> {
+        let mut indices = Vec::with_capacity(self.chosen);
+        let (least, mut equal) = threshold(values, self.chosen);
+        each_group_from(values, least, |start, group| {
+            for (index, key) in (start as u32..).zip(group.iter().map(|value| key(*value))) {
+                if key > least || key == least && equal > 0 {
+                    equal -= usize::from(key == least);
+                    indices.push(index);
+                }
+            }
+        });
+        indices
+    }
+
+    /// Encodes the largest numbers.
+    pub fn encode(&self, values: &[f32], out: &mut [u8]) {
+        let (places, sent) = out.split_at_mut((self.chosen * 4).min(out.len()));
+        let room = places.as_chunks_mut().0.iter_mut().zip(sent.as_chunks_mut().0);
+        for (index, (place, sent)) in self.select(values).into_iter().zip(room) {
+            (*place, *sent) = (index.to_le_bytes(), values[index as usize].to_le_bytes());
+        }
+    }
+
+    /// Encodes the largest numbers of `values + residual`, and leaves all others in `residual`. Where a sum is not finite
+    /// the residual stays as it was.
+    pub fn encode_residual(&self, values: &[f32], residual: &mut [f32], out: &mut [u8]) {
+        // the residual becomes the sum, and what it must become again is set aside
+        let mut kept = Vec::new();
+        let mut start = 0;
+        for (values, residual) in values.chunks(GROUP).zip(residual.chunks_mut(GROUP)) {
+            let mut old = [0f32; GROUP];
+            old[..residual.len()].copy_from_slice(residual);
+            for (residual, value) in residual.iter_mut().zip(values) {
+                *residual += value;
+            }
+            if reaches(residual, key(f32::INFINITY)) {
+                let odd = residual.iter().zip(old).enumerate().filter(|(_, (sum, _))| !sum.is_finite());
+                kept.extend(odd.map(|(at, (_, old))| (start + at, old)));
+            }
+            start += GROUP;
+        }
+        self.encode(residual, out);
+        self.entries(out).for_each(|(index, _)| residual[index] = 0.0);
+        kept.into_iter().for_each(|(at, old)| residual[at] = old);
+    }
+
+    /// Decodes: zero where nothing was sent. Fails, and changes nothing, if the indices are not ours.
+    pub fn decode(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
+        self.check(bytes, out.len())?;
+        out.fill(0.0);
+        self.entries(bytes).for_each(|(index, value)| out[index] = value);
+        Ok(())
+    }
+
+    /// Decodes and adds to `out`, as [`TopK::decode`].
+    pub fn decode_add(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
+        self.check(bytes, out.len())?;
+        self.entries(bytes).for_each(|(index, value)| out[index] += value);
+        Ok(())
+    }
+
+    /// How many numbers of an encoding are not finite.
+    pub fn non_finite(&self, bytes: &[u8]) -> usize {
+        self.entries(bytes).filter(|(_, value)| !value.is_finite()).count()
+    }
+
+    fn entries<'a>(&self, bytes: &'a [u8]) -> impl Iterator<Item = (usize, f32)> + use<'a> {
+        let (indices, values) = bytes.split_at((self.chosen * 4).min(bytes.len()));
+        let indices = indices.as_chunks().0.iter().map(|index| u32::from_le_bytes(*index) as usize);
+        indices.zip(values.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)))
+    }
+
+    /// What comes from the wire is believed only if it is what we would have written.
+    fn check(&self, bytes: &[u8], count: usize) -> Result<()> {
+        let mut least = 0;
+        let in_order = self.entries(bytes).all(|(index, _)| {
+            let fits = index >= least && index < count;
+            least = index + 1;
+            fits
+        });
+        if in_order && bytes.len() == self.encoded_len() && count == self.count {
+            return Ok(());
+        }
+        Err(Error::new(
+            Kind::BadFrame,
+            format!("a list that does not hold {} indices of {count} in order", self.chosen),
+        ))
+    }
+}
+
+/// Orders by absolute value, and by nothing else.
+#[inline(always)]
+fn key(value: f32) -> i32 {
+    (value.to_bits() & 0x7fff_ffff) as i32
+}
+
+/// Whether any number of a group has a key of `least` or more.
+#[inline(always)]
+fn reaches(group: &[f32], least: i32) -> bool {
+    group.iter().fold(false, |any, value| any | (key(*value) >= least))
+}
+
+/// Hands out the groups in which there is a key of `least` or more, each with the index of its first number.
+#[inline(always)]
+fn each_group_from(values: &[f32], least: i32, mut act: impl FnMut(usize, &[f32])) {
+    let (groups, rest) = values.as_chunks::<GROUP>();
+    for (at, group) in groups.iter().enumerate() {
+        if reaches(group, least) {
+            act(at * GROUP, group);
+        }
+    }
+    act(groups.len() * GROUP, rest);
+}
+
+/// The smallest key that is sent, and how many of those that have it are.
+fn threshold(values: &[f32], chosen: usize) -> (i32, usize) {
+    let mut search = Search { prefix: 0, shift: 31, wanted: chosen };
+    let count = search.narrow(&count_first(values), FIRST);
+    // where few begin like it, they are looked at instead of everything
+    let few = (count <= values.len() / 8).then(|| {
+        let mut keys = Vec::with_capacity(count);
+        each_group_from(values, search.floor(), |_, group| {
+            keys.extend(group.iter().map(|value| key(*value)).filter(|key| search.begins(*key)));
+        });
+        keys
+    });
+    for _ in 0..2 {
+        let mut counts = [0; 1 << FIRST];
+        let mut count = |key: i32| {
+            if search.begins(key) {
+                counts[(key >> (search.shift - NEXT)) as usize & ((1 << NEXT) - 1)] += 1;
+            }
+        };
+        match &few {
+            Some(keys) => keys.iter().for_each(|key| count(*key)),
+            None => {
+                each_group_from(values, search.floor(), |_, group| group.iter().for_each(|value| count(key(*value))))
+            }
+        }
+        search.narrow(&counts, NEXT);
+    }
+    (search.prefix, search.wanted)
+}
+
+/// What is known of the threshold: how it begins, and the how-many-th from above it is of those that begin so.
+struct Search {
+    prefix: i32,
+    shift: u32,
+    wanted: usize,
+}
+
+impl Search {
+    fn begins(&self, key: i32) -> bool {
+        key >> self.shift == self.prefix
+    }
+
+    /// The smallest key that begins so.
+    fn floor(&self) -> i32 {
+        self.prefix << self.shift
+    }
+
+    /// Appends the next digit, of which there are as many as `counts` says; how many keys begin like this.
+    fn narrow(&mut self, counts: &[u32; 1 << FIRST], bits: u32) -> usize {
+        let mut digit = (1 << bits) - 1;
+        while digit > 0 && (counts[digit] as usize) < self.wanted {
+            self.wanted -= counts[digit] as usize;
+            digit -= 1;
+        }
+        (self.prefix, self.shift) = (self.prefix << bits | digit as i32, self.shift - bits);
+        counts[digit] as usize
+    }
+}
+
+/// How many keys begin with each digit of 11 bits.
+fn count_first(values: &[f32]) -> [u32; 1 << FIRST] {
+    // neighbours often have the same digit, and adding to a number just written takes long
+    let mut counts = [[0u32; 1 << FIRST]; 2];
+    let (pairs, rest) = values.as_chunks::<2>();
+    let digit = |value: f32| (key(value) >> (31 - FIRST)) as usize & ((1 << FIRST) - 1);
+    for [a, b] in pairs {
+        counts[0][digit(*a)] += 1;
+        counts[1][digit(*b)] += 1;
+    }
+    rest.iter().for_each(|value| counts[0][digit(*value)] += 1);
+    let [mut sums, others] = counts;
+    sums.iter_mut().zip(others).for_each(|(sum, other)| *sum += other);
+    sums
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    /// By sorting.
+    fn expected(values: &[f32], chosen: usize) -> Vec<u32> {
+        let mut order: Vec<u32> = (0..values.len() as u32).collect();
+        order.sort_by_key(|index| std::cmp::Reverse(values[*index as usize].to_bits() & 0x7fff_ffff));
+        order.truncate(chosen);
+        order.sort_unstable();
+        order
+    }
+
+    fn some_values() -> impl Strategy<Value = Vec<f32>> {
+        prop_oneof![
+            vec(-1f32..1.0, 0..3000),
+            vec(any::<u32>().prop_map(f32::from_bits), 0..3000),
+            // many equal ones
+            vec((0i8..4).prop_map(f32::from), 0..3000),
+            vec(Just(0f32), 0..300),
+            vec(prop_oneof![20 => Just(1f32), 1 => Just(f32::NAN), 1 => Just(f32::INFINITY)], 0..600),
+            // keys that differ in their last digit only
+            vec((0x3f80_0000u32..0x3f80_0020).prop_map(f32::from_bits), 0..600),
+        ]
+    }
+
+    proptest! {
+        #[test]
+        fn the_same_as_sorting(values in some_values(), ratio in 0.0001f64..=1.0) {
+            let top = TopK::new(values.len(), ratio).unwrap();
+            prop_assert_eq!(top.select(&values), expected(&values, top.chosen()));
+        }
+
+        #[test]
+        fn lists_round_trip(values in some_values(), ratio in 0.0001f64..=1.0, before in -1f32..1.0) {
+            let top = TopK::new(values.len(), ratio).unwrap();
+            let mut bytes = vec![0; top.encoded_len()];
+            top.encode(&values, &mut bytes);
+            let (mut back, mut sum) = (vec![7.0; values.len()], vec![before; values.len()]);
+            top.decode(&bytes, &mut back).unwrap();
+            top.decode_add(&bytes, &mut sum).unwrap();
+            let chosen = expected(&values, top.chosen());
+            for (at, back) in back.iter().enumerate() {
+                let sent = chosen.binary_search(&(at as u32)).is_ok();
+                prop_assert_eq!(back.to_bits(), if sent { values[at].to_bits() } else { 0 });
+                prop_assert!(sum[at].to_bits() == (before + back).to_bits() || sum[at].is_nan());
+            }
+        }
+
+        #[test]
+        fn what_is_not_sent_is_kept(rounds in vec(vec(-1f32..1.0, 300), 1..8), ratio in 0.01f64..0.5) {
+            let top = TopK::new(300, ratio).unwrap();
+            let mut residual = vec![0f32; 300];
+            for values in &rounds {
+                let wanted: Vec<f32> = values.iter().zip(&residual).map(|(value, residual)| value + residual).collect();
+                let (mut bytes, mut alone) = (vec![0; top.encoded_len()], vec![0; top.encoded_len()]);
+                top.encode_residual(values, &mut residual, &mut bytes);
+                top.encode(&wanted, &mut alone);
+                prop_assert_eq!(&bytes, &alone);
+                // nothing is lost, not even in rounding
+                let mut sum = residual.clone();
+                top.decode_add(&bytes, &mut sum).unwrap();
+                prop_assert_eq!(sum, wanted);
+            }
+        }
+
+        #[test]
+        fn any_bytes_are_read_or_refused(bytes in vec(any::<u8>(), 0..400), count in 1usize..60, ratio in 0.01f64..=1.0) {
+            let top = TopK::new(count, ratio).unwrap();
+            let mut out = vec![0.0; count];
+            if top.decode(&bytes, &mut out).is_ok() {
+                prop_assert_eq!(bytes.len(), top.encoded_len());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_not_finite_is_sent_first_and_leaves_its_residual() {
+        let top = TopK::new(4, 0.25).unwrap();
+        let mut residual = [0.5, 1.0, 2.0, 3.0];
+        let mut bytes = [0; 8];
+        top.encode_residual(&[1.0, f32::NAN, 1.0, f32::INFINITY], &mut residual, &mut bytes);
+        assert_eq!((top.select(&[1.0, f32::NAN, 1.0, f32::INFINITY]), top.non_finite(&bytes)), (vec![1], 1));
+        assert_eq!(residual, [1.5, 1.0, 3.0, 3.0]);
+    }
+
+    #[test]
+    fn shares_are_rounded_up_and_bad_ones_refused() {
+        let of = |count, ratio| TopK::new(count, ratio).unwrap().chosen();
+        assert_eq!(
+            [of(100, 0.07), of(100, 0.001), of(101, 0.5), of(5, 1.0), of(0, 0.1), of(1, 1e-9)],
+            [7, 1, 51, 5, 0, 1]
+        );
+        for ratio in [0.0, -0.1, 1.1, 2.0, f64::NAN] {
+            assert!(TopK::new(10, ratio).is_err_and(|error| error.message.contains("ratio")));
+        }
+    }
+
+    #[test]
+    fn lists_out_of_order_or_range_are_refused() {
+        let top = TopK::new(10, 0.2).unwrap();
+        let list = |a: u32, b: u32| [a.to_le_bytes(), b.to_le_bytes(), [0; 4], [0; 4]].concat();
+        let mut out = [1.0; 10];
+        for (a, b) in [(3, 3), (4, 3), (0, 10), (u32::MAX, 0)] {
+            assert!(top.decode(&list(a, b), &mut out).is_err_and(|error| error.kind == Kind::BadFrame));
+        }
+        assert_eq!(out, [1.0; 10]);
+        assert!(top.decode(&list(0, 9), &mut out).is_ok() && top.decode(&list(0, 9)[..12], &mut out).is_err());
+    }
+}
