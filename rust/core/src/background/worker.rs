@@ -1,0 +1,281 @@
+//! The background thread of a model: takes letters, looks who is there, and drives an exchange round by round.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use offbeat_transport::SLICE;
+use offbeat_transport::inbox::{Channel, Delivery};
+use offbeat_transport::roster::Absence;
+
+use super::desk::{Desk, Phase};
+use super::keeping::{Holdings, Kept, Room, Rounds};
+use super::post::{About, Post};
+use super::{Exchange, Outcome};
+
+/// How long a round waits before it is noted whom it waits for, and before the user is told, once.
+const LATE: Duration = Duration::from_secs(1);
+const VERY_LATE: Duration = Duration::from_secs(30);
+/// For so long a round may go on that began before a member left in good order: its letters may still be on their way.
+const LINGER: Duration = Duration::from_millis(500);
+
+pub(super) struct Worker {
+    desk: Arc<Desk>,
+    post: Post,
+    exchange: Box<dyn Exchange>,
+    channel: u64,
+    period: Duration,
+    due: Instant,
+    /// When the round under way began, once it has.
+    began: Option<Instant>,
+    warned: bool,
+    /// Of which members the roster has said nothing yet.
+    watched: Vec<u32>,
+    /// Members that have left in good order, and since when.
+    leaving: Vec<(u32, Instant)>,
+    /// What came of rounds while training was paused, to be added with the next.
+    carried: Option<Vec<f32>>,
+}
+
+impl Worker {
+    pub(super) fn new(
+        desk: Arc<Desk>,
+        post: Post,
+        exchange: Box<dyn Exchange>,
+        channel: u64,
+        period: Duration,
+    ) -> Self {
+        let watched = post.others();
+        Worker {
+            watched,
+            leaving: Vec::new(),
+            carried: None,
+            desk,
+            post,
+            exchange,
+            channel,
+            period,
+            due: Instant::now() + period,
+            began: None,
+            warned: false,
+        }
+    }
+
+    /// Says goodbye without ever having begun.
+    pub(super) fn leave(&self) {
+        self.post.say_goodbye();
+        self.desk.ended();
+    }
+
+    /// Takes what is in the snapshot as what this rank begins with; on the training thread, which may change it later.
+    pub(super) fn seed(&mut self) {
+        // SAFETY: the thread of this worker has not started, and the caller is the one that fills the snapshot.
+        self.exchange.seed(unsafe { self.desk.snapshot() });
+    }
+
+    /// The thread; false after a panic, which is a bug of ours: training goes on without exchanges.
+    pub(super) fn run(&mut self) -> bool {
+        let ended = catch_unwind(AssertUnwindSafe(|| self.serve())).is_ok();
+        if !ended {
+            log::error!("a bug in offbeat: the background thread has panicked; try: report it with the trace above");
+            self.post.say_goodbye();
+        }
+        ended
+    }
+
+    /// What is kept, for the training thread, which waits for it or is the caller. What came of a round and was not added
+    /// yet is a part of it.
+    pub(super) fn save(&self) -> Holdings {
+        // SAFETY: the training thread does not touch either while it waits.
+        let (snapshot, delta) = unsafe { (self.desk.snapshot(), &*self.desk.delta()) };
+        let (round, mut kept) = self.exchange.save(snapshot);
+        let left = match self.desk.view().phase {
+            Phase::Done(true) => Some(delta),
+            _ => self.carried.as_deref(),
+        };
+        kept.extend(left.map(|left| Kept::of_elements("left", left)));
+        Holdings { round, living: self.post.living().len(), kept }
+    }
+
+    /// Where what was saved under a label belongs, before the thread begins.
+    pub(super) fn room(&mut self, label: &str) -> Option<Room<'_>> {
+        if label != "left" {
+            return self.exchange.room(label);
+        }
+        self.desk.carries();
+        let count = self.desk.count;
+        Some(Room::of_elements(self.carried.get_or_insert_with(|| vec![0.0; count])))
+    }
+
+    /// Goes on from what was saved, see [`Exchange::go_on`].
+    pub(super) fn go_on(&mut self, rounds: Rounds) {
+        self.exchange.go_on(rounds);
+    }
+
+    fn serve(&mut self) {
+        let mesh = Arc::clone(&self.post.mesh);
+        let inbox = mesh.board().open(Channel::Letters(self.channel));
+        self.due = Instant::now() + self.period;
+        self.exchange.open(&mut self.post);
+        while !self.desk.view().stop {
+            let patience = match self.desk.view().phase {
+                Phase::Resting => self.due.saturating_duration_since(Instant::now()).min(SLICE),
+                _ => SLICE,
+            };
+            if let Some(delivery) = inbox.wait(patience.max(Duration::from_micros(100))) {
+                self.take(&delivery);
+                while let Some(more) = inbox.poll() {
+                    self.take(&more);
+                }
+            }
+            self.look_around();
+            self.turn();
+            if self.desk.saves() {
+                self.desk.give(self.save());
+            }
+        }
+        self.post.say_goodbye();
+    }
+
+    fn take(&mut self, delivery: &Delivery) {
+        let Some(letter) = self.post.receive(delivery) else { return };
+        match letter.envelope.about {
+            About::Bye => self.leaves(letter.from),
+            // two ranks that have lost each other cannot both be members; who is told first goes on without the other
+            About::Lost if letter.envelope.shard == self.post.me => self.drop_member(letter.from),
+            // if it is dead the roster says so too; if it left, its last letters may still be on their way
+            About::Lost => self.leaving.push((letter.envelope.shard, Instant::now())),
+            _ => self.exchange.heard(&mut self.post, letter),
+        }
+    }
+
+    fn leaves(&mut self, rank: u32) {
+        // one that fails says goodbye too; its story was heard before, and is still to be told
+        if !matches!(self.post.mesh.roster().absence(rank), Some(Absence::Gone(_))) {
+            self.watched.retain(|other| *other != rank);
+        }
+        self.leaving.push((rank, Instant::now()));
+    }
+
+    fn drop_member(&mut self, rank: u32) {
+        if self.post.drop_member(rank) {
+            self.exchange.lost(&mut self.post, rank);
+            let living = self.post.living().len();
+            self.desk.count(|progress| progress.living = living);
+        }
+    }
+
+    /// Goes on without members that are gone; those that did not say goodbye are reported, once.
+    fn look_around(&mut self) {
+        for rank in self.watched.clone() {
+            match self.post.mesh.roster().absence(rank) {
+                Some(Absence::Left(_)) => self.leaves(rank),
+                Some(Absence::Gone(error)) => {
+                    self.watched.retain(|other| *other != rank);
+                    self.drop_member(rank);
+                    self.post.report(rank, &error);
+                }
+                None => {}
+            }
+        }
+        let is_busy = self.desk.view().phase == Phase::Taken;
+        let (later, now): (Vec<_>, Vec<_>) =
+            self.leaving.drain(..).partition(|(_, since)| is_busy && since.elapsed() < LINGER);
+        self.leaving = later;
+        now.into_iter().for_each(|(rank, _)| self.drop_member(rank));
+    }
+
+    /// Does what the phase asks for.
+    fn turn(&mut self) {
+        let view = self.desk.view();
+        match view.phase {
+            Phase::Resting => {
+                let now = view.urgent || Instant::now() >= self.due || self.exchange.is_awaited(&self.post);
+                self.exchange.rests(&mut self.post, view.paused);
+                if view.paused {
+                    // the snapshot of the pause stands for the model, for whoever needs it
+                    if self.exchange.is_awaited(&self.post) {
+                        self.desk.turn_to(Phase::Taken);
+                    }
+                } else if let Some(carried) = self.carried.take() {
+                    // SAFETY: while nothing is under way the delta is ours.
+                    unsafe { self.desk.delta() }.copy_from_slice(&carried);
+                    self.desk.turn_to(Phase::Done(true));
+                } else if now && self.post.living().len() > 1 {
+                    self.desk.turn_to(Phase::Wanted);
+                }
+            }
+            Phase::Taken => {
+                if self.began.is_none() {
+                    self.began = Some(Instant::now());
+                    // SAFETY: in this phase the snapshot is ours.
+                    let snapshot = unsafe { self.desk.snapshot() };
+                    self.exchange.begin(&mut self.post, snapshot, view.clock);
+                }
+                self.advance();
+            }
+            Phase::Wanted | Phase::Done(_) => {}
+        }
+    }
+
+    fn advance(&mut self) {
+        let desk = Arc::clone(&self.desk);
+        // SAFETY: in this phase both are ours, and nobody else has borrowed them.
+        let (snapshot, delta) = unsafe { (desk.snapshot(), desk.delta()) };
+        let outcome = self.exchange.advance(&mut self.post, snapshot, delta);
+        let began = self.began.unwrap_or_else(Instant::now);
+        match outcome {
+            Outcome::Waiting => {
+                if began.elapsed() > LATE {
+                    let late = self.exchange.missing(&self.post);
+                    if began.elapsed() > VERY_LATE && !std::mem::replace(&mut self.warned, true) {
+                        let names: Vec<String> =
+                            late.iter().take(8).map(|rank| self.post.mesh.roster().card(*rank).name()).collect();
+                        log::warn!(
+                            "an exchange in the background waits for {} since {VERY_LATE:?}; training goes on. This is \
+                             said once.",
+                            names.join(", ")
+                        );
+                    }
+                    self.desk.waits_for(late);
+                }
+                return;
+            }
+            Outcome::Done => {
+                let spread = delta.iter().map(|d| f64::from(*d).powi(2)).sum::<f64>().sqrt();
+                self.desk.count(|progress| {
+                    progress.rounds += 1;
+                    progress.spread = spread;
+                });
+                self.finish(delta);
+            }
+            Outcome::Idle if self.desk.view().paused || self.carried.is_some() => self.desk.turn_to(Phase::Resting),
+            Outcome::Idle => self.desk.turn_to(Phase::Done(false)),
+            Outcome::Dropped => {
+                self.desk.count(|progress| progress.dropped += 1);
+                self.desk.turn_to(Phase::Resting);
+            }
+        }
+        self.began = None;
+        self.due = began + self.period;
+    }
+
+    /// Hands the delta over. While training is paused it is kept, and added to the snapshot, which stands for the model.
+    fn finish(&mut self, delta: &mut [f32]) {
+        if self.desk.view().paused {
+            // SAFETY: in this phase the snapshot is ours, and the slice of the round is used no more.
+            let snapshot = unsafe { self.desk.snapshot_mut() };
+            snapshot.iter_mut().zip(&*delta).for_each(|(x, delta)| *x += delta);
+            match &mut self.carried {
+                Some(carried) => carried.iter_mut().zip(&*delta).for_each(|(carried, delta)| *carried += delta),
+                None => self.carried = Some(delta.to_vec()),
+            }
+            self.desk.keep();
+            return;
+        }
+        if let Some(carried) = self.carried.take() {
+            delta.iter_mut().zip(carried).for_each(|(delta, carried)| *delta += carried);
+        }
+        self.desk.turn_to(Phase::Done(true));
+    }
+}
