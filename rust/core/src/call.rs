@@ -2,8 +2,10 @@
 
 use crate::buffer::{Buffer, Shaped};
 use crate::codec::Codec;
+use crate::coding::Coding;
 use crate::describe::{CallKind, Description};
 use crate::dtype::{DType, Op};
+use crate::graph::Graph;
 use crate::{Error, Result};
 
 /// A collective call. `root`, `dst` and `src` are global ranks.
@@ -14,8 +16,15 @@ pub enum Call {
         tensor: Shaped,
         /// The operation.
         op: Op,
-        /// The codec between hosts.
-        codec: Option<&'static dyn Codec>,
+        /// How it is encoded between hosts.
+        coding: Option<Coding>,
+    },
+    /// Reduce over the ranks of each host, in place; nothing crosses between hosts.
+    HostReduce {
+        /// Input and output.
+        tensor: Shaped,
+        /// The operation.
+        op: Op,
     },
     /// Reduce to one rank, in place there.
     Reduce {
@@ -66,8 +75,28 @@ pub enum Call {
         /// One for each rank.
         tensors: Vec<Shaped>,
     },
+    /// The mean with the peers of a step, weighted as the graph says; hosts average among their ranks first.
+    Gossip {
+        /// Input, and output unless there is another.
+        tensor: Shaped,
+        /// Where the result goes, if the input is to stay as it is.
+        out: Option<Shaped>,
+        /// Who averages with whom; its nodes are the group's hosts.
+        graph: Graph,
+        /// The step, which decides who the peers are.
+        step: u64,
+    },
+    /// A tensor to each of some ranks, and one from each of them, which do the same: the tensors that came, in this order.
+    Exchange {
+        /// What goes to whom. Several may get the same memory.
+        blocks: Vec<(u32, Shaped)>,
+        /// The step, so that ranks that are in different ones find out.
+        step: u64,
+    },
     /// Wait for all.
     Barrier,
+    /// The last call of a group: wait for all, and give back what it holds.
+    Close,
 }
 
 impl Call {
@@ -88,10 +117,11 @@ impl Call {
             ))),
         };
         match self {
-            Call::AllReduce { tensor, op, codec } => {
+            Call::AllReduce { tensor, op, coding } => {
                 op.check(tensor.buffer.dtype)?;
-                codec.map_or(Ok(()), |codec| check_codec(codec, tensor.buffer.dtype, *op))
+                coding.as_ref().map_or(Ok(()), |coding| check_codec(coding.codec, tensor.buffer.dtype, *op))
             }
+            Call::HostReduce { tensor, op } => op.check(tensor.buffer.dtype),
             Call::Reduce { tensor, dst, op } => {
                 op.check(tensor.buffer.dtype)?;
                 member(*dst)
@@ -115,7 +145,31 @@ impl Call {
                 tensors.iter().try_for_each(|tensor| op.check(tensor.buffer.dtype))
             }
             Call::AllToAll { tensors } => one_each(tensors).and(one_dtype(tensors.iter())),
-            Call::AllGather { .. } | Call::Barrier => Ok(()),
+            Call::Gossip { tensor, out, .. } => check_gossip(tensor, out.as_ref()),
+            Call::Exchange { blocks, .. } => {
+                blocks.iter().try_for_each(|(to, _)| member(*to))?;
+                one_dtype(blocks.iter().map(|(_, block)| block))?;
+                let again = |at: usize| blocks[..at].iter().any(|(to, _)| *to == blocks[at].0);
+                match (0..blocks.len()).find(|at| blocks[*at].0 == me || again(*at)) {
+                    None => Ok(()),
+                    Some(at) => Err(Error::invalid(format!(
+                        "exchange: rank {} is named twice, or is this rank; try: every other rank at most once",
+                        blocks[at].0
+                    ))),
+                }
+            }
+            Call::AllGather { .. } | Call::Barrier | Call::Close => Ok(()),
+        }
+    }
+
+    /// Checks the call against the number of hosts of its group.
+    pub(crate) fn check_hosts(&self, hosts: usize) -> Result<()> {
+        match self {
+            Call::Gossip { graph, .. } if graph.nodes() != hosts => Err(Error::invalid(format!(
+                "gossip: a graph of {} nodes in a group on {hosts} hosts; try: one node for each host",
+                graph.nodes()
+            ))),
+            _ => Ok(()),
         }
     }
 
@@ -123,9 +177,11 @@ impl Call {
     pub fn describe(&self) -> Description {
         let of = |kind, tensor: &Shaped| Description::new(kind).dtype(tensor.buffer.dtype);
         match self {
-            Call::AllReduce { tensor, op, codec } => {
-                of(CallKind::AllReduce, tensor).shape(&tensor.shape).op(*op).codec(*codec)
+            Call::AllReduce { tensor, op, coding } => {
+                let codec = coding.as_ref().map(|coding| coding.codec);
+                of(CallKind::AllReduce, tensor).shape(&tensor.shape).op(*op).codec(codec)
             }
+            Call::HostReduce { tensor, op } => of(CallKind::HostReduce, tensor).shape(&tensor.shape).op(*op),
             Call::Reduce { tensor, dst, op } => of(CallKind::Reduce, tensor).shape(&tensor.shape).op(*op).root(*dst),
             Call::Broadcast { tensor, src } => of(CallKind::Broadcast, tensor).shape(&tensor.shape).root(*src),
             Call::AllGather { tensor } => of(CallKind::AllGather, tensor).rows_of(&tensor.shape),
@@ -140,7 +196,13 @@ impl Call {
             Call::AllToAll { tensors } => {
                 tensors.first().map_or(Description::new(CallKind::AllToAll), |first| of(CallKind::AllToAll, first))
             }
+            Call::Gossip { tensor, graph, step, .. } => {
+                of(CallKind::Gossip, tensor).shape(&tensor.shape).graph(graph).step(*step)
+            }
+            // whoever has no peers in a step is in the same call; shapes and types travel with the tensors
+            Call::Exchange { step, .. } => Description::new(CallKind::Exchange).step(*step),
             Call::Barrier => Description::new(CallKind::Barrier),
+            Call::Close => Description::new(CallKind::Close),
         }
     }
 }
@@ -157,6 +219,27 @@ fn check_codec(codec: &dyn Codec, dtype: DType, op: Op) -> Result<()> {
             "codec {:?} works with sum and mean, not {op}; try: no codec",
             codec.name()
         )));
+    }
+    Ok(())
+}
+
+fn check_gossip(tensor: &Shaped, out: Option<&Shaped>) -> Result<()> {
+    let Buffer { start, dtype, .. } = tensor.buffer;
+    if !dtype.is_float() {
+        return Err(Error::invalid(format!(
+            "gossip averages floating-point numbers, not {dtype}; try: .to(torch.float32)"
+        )));
+    }
+    let Some(out) = out else { return Ok(()) };
+    if out.shape != tensor.shape || out.buffer.dtype != dtype {
+        return Err(Error::invalid(format!(
+            "gossip: {dtype}{:?} into an out of {}{:?}; try: the same shape and type",
+            tensor.shape, out.buffer.dtype, out.shape
+        )));
+    }
+    let (a, b, bytes) = (start as usize, out.buffer.start as usize, tensor.buffer.bytes());
+    if bytes > 0 && a < b + bytes && b < a + bytes {
+        return Err(Error::invalid("gossip: out overlaps the tensor; try: no out, which is in place, or other memory"));
     }
     Ok(())
 }

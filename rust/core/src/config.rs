@@ -24,7 +24,7 @@ pub struct Tuning {
 
 impl Default for Tuning {
     fn default() -> Self {
-        Tuning { inline: 16 << 10, segment: 512 << 10, chunk: 128 << 10, exchange: 64 << 10, eager: 256 << 10 }
+        Tuning { inline: 16 << 10, segment: 512 << 10, chunk: 64 << 10, exchange: 64 << 10, eager: 256 << 10 }
     }
 }
 

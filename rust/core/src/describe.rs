@@ -6,6 +6,7 @@ use offbeat_transport::frame::{NOTE, Note};
 
 use crate::codec::{self, Codec};
 use crate::dtype::{DType, Op};
+use crate::graph::{Graph, Peers};
 
 /// The kind of a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,10 +23,14 @@ pub enum CallKind {
     AllToAll = 8,
     Barrier = 9,
     Message = 10,
+    Close = 11,
+    Gossip = 12,
+    HostReduce = 13,
+    Exchange = 14,
 }
 
 impl CallKind {
-    const ALL: [(CallKind, &'static str); 10] = [
+    const ALL: [(CallKind, &'static str); 14] = [
         (CallKind::AllReduce, "all_reduce"),
         (CallKind::Reduce, "reduce"),
         (CallKind::Broadcast, "broadcast"),
@@ -36,6 +41,10 @@ impl CallKind {
         (CallKind::AllToAll, "all_to_all"),
         (CallKind::Barrier, "barrier"),
         (CallKind::Message, "send"),
+        (CallKind::Close, "close"),
+        (CallKind::Gossip, "gossip"),
+        (CallKind::HostReduce, "host_reduce"),
+        (CallKind::Exchange, "exchange"),
     ];
 
     fn name(code: u8) -> &'static str {
@@ -58,7 +67,11 @@ pub struct Description {
     op: u8,
     codec: u8,
     dimensions: u8,
+    /// Which rule chooses peers, and a hash of its seed.
+    peers: u8,
+    seed: u32,
     root: u32,
+    /// A hash of a list of shapes, or the step of a call between peers.
     extra: u64,
     shape: [u64; DIMENSIONS],
 }
@@ -72,6 +85,8 @@ impl Description {
             op: 0,
             codec: 0,
             dimensions: u8::MAX,
+            peers: 0,
+            seed: 0,
             root: NOBODY,
             extra: 0,
             shape: [0; DIMENSIONS],
@@ -99,6 +114,21 @@ impl Description {
     /// From or to one rank.
     pub fn root(mut self, rank: u32) -> Self {
         self.root = rank;
+        self
+    }
+
+    /// Between the peers of a graph.
+    pub fn graph(mut self, graph: &Graph) -> Self {
+        self.peers = graph.rule() as u8;
+        // random peers alone depend on it
+        let seed = if graph.rule() == Peers::Random { graph.seed() } else { 0 };
+        self.seed = (seed ^ (seed >> 32)) as u32;
+        self
+    }
+
+    /// In a step, which decides who talks to whom.
+    pub fn step(mut self, step: u64) -> Self {
+        self.extra = step;
         self
     }
 
@@ -148,12 +178,13 @@ impl Description {
     /// As it travels.
     pub fn encode(&self) -> Note {
         let mut note = [0; NOTE];
-        note[..5].copy_from_slice(&[self.kind, self.dtype, self.op, self.codec, self.dimensions]);
+        note[..6].copy_from_slice(&[self.kind, self.dtype, self.op, self.codec, self.dimensions, self.peers]);
         note[8..12].copy_from_slice(&self.root.to_le_bytes());
         note[12..20].copy_from_slice(&self.extra.to_le_bytes());
         for (place, dimension) in note[20..84].chunks_exact_mut(8).zip(self.shape) {
             place.copy_from_slice(&dimension.to_le_bytes());
         }
+        note[84..88].copy_from_slice(&self.seed.to_le_bytes());
         note
     }
 
@@ -172,6 +203,8 @@ impl Description {
             op: note[2],
             codec: note[3],
             dimensions: note[4],
+            peers: note[5],
+            seed: u32::from_le_bytes([note[84], note[85], note[86], note[87]]),
             root: u32::from_le_bytes([note[8], note[9], note[10], note[11]]),
             extra: word(12),
             shape,
@@ -197,7 +230,15 @@ impl fmt::Display for Description {
         if self.root != NOBODY {
             words.push(format!("rank {}", self.root));
         }
-        if self.extra != 0 {
+        if self.peers != 0 {
+            words.push(format!("peers {}", Peers::from_code(self.peers).map_or("?", Peers::name)));
+        }
+        if self.seed != 0 {
+            words.push(format!("seed #{:x}", self.seed));
+        }
+        if [CallKind::Gossip as u8, CallKind::Exchange as u8].contains(&self.kind) {
+            words.push(format!("step {}", self.extra));
+        } else if self.extra != 0 {
             words.push(format!("list of shapes #{:x}", self.extra));
         }
         write!(f, "{}({})", CallKind::name(self.kind), words.join(", "))
@@ -218,6 +259,9 @@ mod tests {
             "all_gather(int8[*, 2])"
         );
         assert_eq!(Description::new(CallKind::Barrier).to_string(), "barrier()");
+        let graph = Graph::new(Peers::Random, 4, 10).unwrap();
+        let call = Description::new(CallKind::Gossip).dtype(DType::F16).shape(&[3]).graph(&graph).step(7);
+        assert_eq!(call.to_string(), "gossip(float16[3], peers random, seed #a, step 7)");
     }
 
     #[test]

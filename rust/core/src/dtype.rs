@@ -65,6 +65,18 @@ impl DType {
         matches!(self, DType::F64 | DType::F32 | DType::F16 | DType::BF16)
     }
 
+    /// The number one, as its bytes.
+    pub fn one(self) -> [u8; 8] {
+        let bits = match self {
+            DType::F64 => 1f64.to_bits(),
+            DType::F32 => u64::from(1f32.to_bits()),
+            DType::F16 => u64::from(half::f16::ONE.to_bits()),
+            DType::BF16 => u64::from(half::bf16::ONE.to_bits()),
+            _ => 1,
+        };
+        bits.to_le_bytes()
+    }
+
     /// The type with a number, as [`DType`] as u8 gives it.
     pub fn from_code(code: u8) -> Option<Self> {
         DType::ALL.into_iter().find(|dtype| *dtype as u8 == code)

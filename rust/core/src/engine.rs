@@ -1,27 +1,34 @@
 //! One rank's engine: the runtime, the links, the groups and the shared memory. Owns all threads; dropping it ends them.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use offbeat_transport::link::Link;
 use offbeat_transport::mesh::{Mesh, Options};
 use offbeat_transport::rendezvous::Store;
-use offbeat_transport::roster::Watch;
 use offbeat_transport::shm::arena::Piece;
 use offbeat_transport::shm::step::Patience;
 use offbeat_transport::shm::team::{self, Team};
+use offbeat_transport::trace::Recorder;
+use offbeat_transport::watchdog::Watch;
 use offbeat_transport::{Interrupt, fork};
 use tokio::runtime::Runtime;
 
+use crate::algorithm::Description;
+use crate::background::{self, Agreed, Background, Council, Ending};
+use crate::bucket::{Sizes, Tensor};
 use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
 use crate::config::Config;
 use crate::dtype::DType;
-use crate::group::{Group, Work};
+use crate::event::guarded;
+use crate::group::{Group, Terms, Work};
 use crate::message;
+use crate::scheduler::{Limits, Scheduler};
 use crate::topology::Layout;
 use crate::{Error, Kind, Result};
 
@@ -34,9 +41,14 @@ pub struct Engine {
     mesh: Arc<Mesh>,
     config: Config,
     world: Group,
-    /// All groups made so far, to close them; the key is their number.
+    /// All groups that are not closed, to end them with the engine; the key is their number.
     groups: Mutex<BTreeMap<u64, Group>>,
-    making: Mutex<()>,
+    /// The background threads of models, to end them before leaving.
+    backgrounds: Mutex<Vec<Ending>>,
+    /// Where those that are there agree when groups have failed; held while they do.
+    council: Mutex<Council>,
+    /// The number of the next group, held while one is made.
+    next: Mutex<u64>,
     down: AtomicBool,
 }
 
@@ -73,13 +85,16 @@ impl Engine {
         let team = make_team(&mesh, &layout, &ranks, &controls)?;
         let world = Group::new(Arc::clone(&mesh), 0, ranks, layout, team, None, config.timeout, config.tuning);
         let groups = Mutex::new(BTreeMap::from([(0, world.clone())]));
+        let council = Mutex::new(Council::new(&mesh, config.tuning.chunk));
         Ok(Engine {
             runtime: ManuallyDrop::new(runtime),
             mesh,
             config,
             world,
             groups,
-            making: Mutex::default(),
+            backgrounds: Mutex::default(),
+            council,
+            next: Mutex::new(1),
             down: AtomicBool::new(false),
         })
     }
@@ -116,6 +131,11 @@ impl Engine {
         self.mesh.each_link(look);
     }
 
+    /// What happened when; whoever does something that takes time records it here.
+    pub fn trace(&self) -> &Arc<Recorder> {
+        self.mesh.trace()
+    }
+
     /// The group of all ranks.
     pub fn world(&self) -> &Group {
         &self.world
@@ -123,6 +143,73 @@ impl Engine {
 
     /// Makes a group. Every rank of the world calls this, members or not, with the same ranks.
     pub fn group(&self, ranks: &[u32], interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
+        self.make_group(ranks, false, &Terms { interrupt, ..Terms::default() })
+    }
+
+    /// The lanes for the training of one model: groups of all ranks, two where buckets cross between hosts. Until the
+    /// scheduler has seen the first round, calls have the time of a first step: ranks may still load and compile. In flat
+    /// ones every rank counts as a host of its own.
+    pub fn lanes(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<Group>> {
+        let ranks: Vec<u32> = (0..self.world_size()).collect();
+        let limit = Some(self.config.first_step_timeout);
+        let make = |_| {
+            let group = self.make_group(&ranks, flat, &Terms { interrupt, limit, purpose: None })?;
+            group.set_limit(self.config.first_step_timeout);
+            Ok(group)
+        };
+        let several_hosts = self.world.hosts() > 1;
+        (0..if several_hosts { 2 } else { 1 }).map(make).collect()
+    }
+
+    /// Starts a scheduler for the tensors of a model on its lanes. `model` is a number for the trace.
+    pub fn scheduler(
+        &self,
+        lanes: Vec<Group>,
+        model: u32,
+        tensors: Vec<Tensor>,
+        description: Description,
+        sizes: Sizes,
+    ) -> Result<Scheduler> {
+        let limits = Limits { first: self.config.first_step_timeout, rest: self.config.timeout };
+        Scheduler::start(lanes, model, tensors, description, sizes, limits)
+    }
+
+    /// Prepares the exchanges in the background of a model whose tensors have so many elements each, between the members of
+    /// a group that is used for nothing else in the background.
+    pub fn background(
+        &self,
+        group: &Group,
+        counts: &[usize],
+        description: background::Description,
+    ) -> Result<Background> {
+        let (chunk, timeout) = (self.config.tuning.chunk, self.config.timeout);
+        let made = Background::new(&self.mesh, (group.id(), group.ranks()), counts, description, chunk, timeout)?;
+        self.backgrounds.lock().unwrap_or_else(PoisonError::into_inner).push(made.ending());
+        Ok(made)
+    }
+
+    fn council(&self) -> MutexGuard<'_, Council> {
+        self.council.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Before calls in groups whose outcome all that are left must see alike, whoever is lost meanwhile. Every rank does so.
+    pub fn convene(&self) {
+        self.council().convene();
+    }
+
+    /// These calls have ended well here.
+    pub fn settled(&self) {
+        self.council().settled();
+    }
+
+    /// One of these calls has failed because a rank is gone: hands in some bytes, and gives those of all ranks that are
+    /// there, see [`Agreed`]. With `patient` the others may take the time of a first step.
+    pub fn gather_living(&self, value: &[u8], patient: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Agreed> {
+        let limit = if patient { self.config.first_step_timeout } else { self.config.timeout };
+        guarded(|| self.council().gather(value, limit, interrupt))
+    }
+
+    fn make_group(&self, ranks: &[u32], flat: bool, terms: &Terms<'_>) -> Result<Group> {
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();
         if ranks.is_empty()
@@ -135,17 +222,25 @@ impl Engine {
                 self.world_size() - 1
             )));
         }
-        let layout = Layout::new(&ranks, self.mesh.teams());
+        // on one host both give the same sums, and shared memory is faster
+        let layout = match Layout::new(&ranks, self.mesh.teams()) {
+            layout if flat && layout.hosts.len() > 1 => Layout::flat(&ranks),
+            layout => layout,
+        };
         // groups are numbered in the order of the calls that make them, also when several threads make some
-        let _one_at_a_time = self.making.lock().unwrap_or_else(PoisonError::into_inner);
-        let control = Arc::new(self.mesh.arena().allocate(team::CONTROL)?);
-        team::prepare(&control);
-        // everyone tells everyone where its control block is, and which ranks it means
-        let mut card: Vec<u64> = vec![control.offset() as u64];
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let me = ranks.iter().position(|rank| *rank == self.rank());
+        let control = match me.map(|me| layout.hosts[layout.seat(me).0].len()) {
+            Some(2..) => Some(self.mesh.arena().allocate(team::CONTROL)?),
+            _ => None,
+        };
+        control.iter().for_each(team::prepare);
+        // everyone tells everyone where its control block is, if it has neighbours, and which ranks it means
+        let mut card: Vec<u64> = vec![control.as_ref().map_or(0, Piece::offset) as u64];
         card.extend(ranks.iter().map(|rank| u64::from(*rank)));
         let buffer = Buffer::host(card.as_mut_ptr().cast(), card.len(), DType::U64);
         let tensor = Shaped { buffer, shape: vec![card.len() as u64] };
-        let cards = self.world.run(Work { call: Call::AllGather { tensor }, keep: None }, interrupt)?;
+        let cards = self.world.run_on(Work { call: Call::AllGather { tensor }, keep: None }, terms)?;
         let mut controls = BTreeMap::new();
         for (rank, theirs) in cards.iter().enumerate() {
             let words: Vec<u64> =
@@ -155,14 +250,27 @@ impl Engine {
                 _ => return Err(self.different_groups(rank as u32, &ranks, words.get(1..).unwrap_or_default())),
             };
         }
-        let member = ranks.contains(&self.rank());
-        let team = if member { make_team(&self.mesh, &layout, &ranks, &controls)? } else { None };
-        let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        let id = groups.keys().next_back().map_or(1, |last| last + 1);
+        let id = *next;
+        *next += 1;
+        let team = make_team(&self.mesh, &layout, &ranks, &controls)?;
         let (mesh, timeout, tuning) = (Arc::clone(&self.mesh), self.config.timeout, self.config.tuning);
-        let group = Group::new(mesh, id, ranks, layout, team, Some(control), timeout, tuning);
-        groups.insert(id, group.clone());
+        let group = Group::new(mesh, id, ranks, layout, team, control, timeout, tuning);
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(id, group.clone());
         Ok(group)
+    }
+
+    /// Closes a group: its last call, which every member makes. It ends the group's thread, and gives back its shared
+    /// memory once no neighbour can touch that any more; a group that failed keeps it until the shutdown. Other ranks
+    /// just forget the group. A second call does nothing.
+    pub fn close_group(&self, group: &Group, interrupt: Option<&Interrupt<'_>>) -> Result<()> {
+        if group.is_closed() {
+            return Ok(());
+        }
+        if group.ranks().contains(&self.rank()) {
+            group.run(Work { call: Call::Close, keep: None }, interrupt)?;
+        }
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner).remove(&group.id());
+        Ok(())
     }
 
     fn different_groups(&self, rank: u32, mine: &[u32], theirs: &[u64]) -> Error {
@@ -219,15 +327,17 @@ impl Engine {
                 self.world_size()
             )));
         }
-        act(&Watch {
+        let watch = Watch {
             roster: self.mesh.roster(),
             group: message::MESSAGES,
             members: &[peer],
-            deadline: Instant::now() + self.config.timeout,
-            patience: self.config.timeout,
+            began: Instant::now(),
+            limit: self.config.timeout,
+            warned: &Cell::new(false),
             interrupt,
             what: &|| format!("{what} rank {peer}"),
-        })
+        };
+        guarded(|| act(&watch))
     }
 
     /// Tells all ranks why this one is about to die.
@@ -242,9 +352,13 @@ impl Engine {
         if fork::in_child() || self.down.swap(true, Ordering::SeqCst) {
             return;
         }
+        let backgrounds = std::mem::take(&mut *self.backgrounds.lock().unwrap_or_else(PoisonError::into_inner));
+        backgrounds.iter().for_each(|ending| ending.end(LAST_CALL));
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
-        groups.values().for_each(Group::close);
+        groups.values().for_each(Group::cancel);
         groups.values().for_each(|group| group.finish(LAST_CALL));
+        // whoever goes because another rank failed says so first: the others may hear of this before they hear of that
+        groups.values().for_each(Group::pass_on);
         self.mesh.leave(why);
     }
 }

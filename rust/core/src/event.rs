@@ -3,6 +3,7 @@
 //! On the CPU an event is a [`Ticket`] that a thread completes; on CUDA it will be a CUDA event on a stream. Whoever
 //! enqueues work never waits for it; whoever needs the result waits for the event, with a deadline.
 
+use std::any::Any;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -20,6 +21,10 @@ pub trait Event: Send + Sync {
     fn done(&self) -> bool;
     /// Waits for it. An error of the work is returned to everyone who waits.
     fn wait(&self, limit: Option<Duration>, interrupt: Option<&Interrupt<'_>>) -> Result<()>;
+    /// The event as what it is, if a queue may know its kind: it can then wait for it without a thread that waits.
+    fn as_any(&self) -> Option<&dyn Any> {
+        None
+    }
 }
 
 /// A place where work is done in the order in which it is enqueued.
@@ -106,6 +111,16 @@ impl Event for Ticket {
             }
         }
     }
+}
+
+/// Runs something on this thread. A panic in it is a bug of ours, and becomes an error like any other: whoever waits for
+/// the result must get one.
+pub(crate) fn guarded<T>(act: impl FnOnce() -> Result<T>) -> Result<T> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(act)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
+        let text = text.unwrap_or("panic");
+        Err(Error::new(Kind::Unsupported, format!("a bug in offbeat: {text}; try: report it with the trace above")))
+    })
 }
 
 #[cfg(test)]

@@ -5,24 +5,36 @@
 //! first needed. So calls of one group never overtake each other, and calls of different groups never wait for each other.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::collections::VecDeque;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use offbeat_transport::mesh::Mesh;
-use offbeat_transport::roster::Watch;
 use offbeat_transport::shm::arena::Piece;
 use offbeat_transport::shm::team::{INLINE, Team};
+use offbeat_transport::watchdog::Watch;
 use offbeat_transport::{Interrupt, fork};
 
-use crate::buffer::{Owned, Shaped};
-use crate::call::{Call, nothing};
-use crate::collective::{Context, all_reduce, blocks, broadcast};
+use crate::call::Call;
+use crate::collective::Context;
 use crate::config::Tuning;
-use crate::dtype::Op;
-use crate::event::{Event, Output, Queue, Ticket};
+use crate::event::{Event, Output, Queue, Ticket, guarded};
+use crate::perform::perform;
 use crate::topology::Layout;
 use crate::{Error, Kind, Result};
+
+/// On which terms a call runs, besides its group's own.
+#[derive(Clone, Copy, Default)]
+pub struct Terms<'a> {
+    /// Lets the caller's signal handlers run; an error from it ends the call.
+    pub interrupt: Option<&'a Interrupt<'a>>,
+    /// How long it may take, if not the group's usual time.
+    pub limit: Option<Duration>,
+    /// What it is part of, for messages.
+    pub purpose: Option<&'a dyn Fn() -> String>,
+}
 
 /// A call, and what must live until it is done.
 pub struct Work {
@@ -52,7 +64,8 @@ struct Inner {
     /// My place in `ranks`, if I am a member.
     me: Option<usize>,
     layout: Layout,
-    timeout: Duration,
+    /// How long a call may take, in nanoseconds.
+    limit: AtomicU64,
     tuning: Tuning,
     line: Mutex<Line>,
     /// Rung when the line changes: a job came, a call ended, or the group closes.
@@ -66,15 +79,37 @@ struct Inner {
 struct Line {
     jobs: VecDeque<Job>,
     busy: bool,
-    closed: bool,
+    end: Option<End>,
     has_thread: bool,
+}
+
+/// Why a group takes no more calls.
+#[derive(Clone, Copy, PartialEq)]
+enum End {
+    /// Its last call was made.
+    Closed,
+    Shutdown,
+}
+
+impl Line {
+    /// Admits a call, if one may still come; nothing comes after the one that closes.
+    fn admit(&mut self, call: &Call) -> Result<()> {
+        match self.end {
+            Some(end) => Err(end.story()),
+            None if matches!(call, Call::Close) => {
+                self.end = Some(End::Closed);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
 }
 
 struct Lane {
     sequence: u64,
     team: Option<Team>,
-    /// Where neighbours find my control block; lives as long as the team.
-    _control: Option<Arc<Piece>>,
+    /// Where neighbours find my control block; given back when all have parted, or with the group.
+    control: Option<Piece>,
 }
 
 impl Group {
@@ -85,20 +120,20 @@ impl Group {
         ranks: Vec<u32>,
         layout: Layout,
         team: Option<Team>,
-        control: Option<Arc<Piece>>,
+        control: Option<Piece>,
         timeout: Duration,
         tuning: Tuning,
     ) -> Self {
         let me = ranks.iter().position(|rank| *rank == mesh.me());
         let tuning = Tuning { inline: tuning.inline.min(INLINE), ..tuning };
-        let lane = Lane { sequence: 0, team, _control: control };
+        let lane = Lane { sequence: 0, team, control };
         Group(Arc::new(Inner {
             mesh,
             id,
             ranks,
             me,
             layout,
-            timeout,
+            limit: AtomicU64::new(timeout.as_nanos() as u64),
             tuning,
             line: Mutex::default(),
             bell: Condvar::new(),
@@ -116,18 +151,25 @@ impl Group {
         self.0.layout.hosts.len()
     }
 
+    /// The members of each host, as places in [`Group::ranks`], and my own host and seat.
+    pub(crate) fn seats(&self) -> (&[Vec<usize>], (usize, usize)) {
+        (&self.0.layout.hosts, self.0.layout.seat(self.0.me.unwrap_or_default()))
+    }
+
     /// Runs a call and waits for it: on this thread if nothing is queued.
     pub fn run(&self, work: Work, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
-        self.admit(&work.call)?;
+        self.run_on(work, &Terms { interrupt, ..Terms::default() })
+    }
+
+    /// As [`Group::run`], on special terms. They hold for a call that runs on this thread.
+    pub fn run_on(&self, work: Work, terms: &Terms<'_>) -> Result<Output> {
+        self.check(&work.call)?;
         {
             let mut line = self.0.line();
-            if line.closed {
-                return Err(closed());
-            }
             if line.busy || !line.jobs.is_empty() {
                 drop(line);
                 let ticket = self.enqueue(work, None)?;
-                if let Err(error) = ticket.wait(None, interrupt) {
+                if let Err(error) = ticket.wait(None, terms.interrupt) {
                     if !ticket.done() {
                         // the call must not use the caller's memory after the caller has gone on: end it first
                         self.0.fail(error.clone(), &|| "a call behind others".to_owned());
@@ -137,14 +179,15 @@ impl Group {
                 }
                 return Ok(ticket.take());
             }
+            line.admit(&work.call)?;
             line.busy = true;
         }
-        let result = self.0.execute(&work.call, interrupt);
+        let result = self.0.execute(&work.call, terms);
         self.0.leave();
         result
     }
 
-    fn admit(&self, call: &Call) -> Result<()> {
+    fn check(&self, call: &Call) -> Result<()> {
         if fork::in_child() {
             return Err(Error::new(
                 Kind::NotInitialized,
@@ -158,17 +201,57 @@ impl Group {
                 self.0.ranks
             )));
         }
+        if self.0.id == 0 && matches!(call, Call::Close) {
+            return Err(Error::invalid("the group of all ranks lasts as long as the runtime; try: shut that down"));
+        }
+        call.check_hosts(self.hosts())?;
         call.check(&self.0.ranks, self.0.mesh.me())
     }
 
-    /// No more calls: what is queued fails, what runs goes on.
-    pub(crate) fn close(&self) {
+    /// The rank in whose process this is.
+    pub(crate) fn me(&self) -> u32 {
+        self.0.mesh.me()
+    }
+
+    /// From now on calls may take this long.
+    pub(crate) fn set_limit(&self, limit: Duration) {
+        self.0.limit.store(limit.as_nanos() as u64, Ordering::Relaxed);
+    }
+
+    pub(crate) fn mesh(&self) -> &Arc<Mesh> {
+        &self.0.mesh
+    }
+
+    /// Ends the group from outside of a call, for all its members.
+    pub(crate) fn abandon(&self, error: &Error) -> Error {
+        self.0.fail(error.clone(), &|| "an exchange of gradients".to_owned())
+    }
+
+    /// Its number, the same on all ranks.
+    pub(crate) fn id(&self) -> u64 {
+        self.0.id
+    }
+
+    /// Whether its last call was made.
+    pub(crate) fn is_closed(&self) -> bool {
+        self.0.line().end == Some(End::Closed)
+    }
+
+    /// The runtime shuts down: what is queued fails, what runs goes on.
+    pub(crate) fn cancel(&self) {
         let mut line = self.0.line();
-        line.closed = true;
+        line.end = Some(End::Shutdown);
         for job in line.jobs.drain(..) {
-            job.ticket.complete(Err(closed()));
+            job.ticket.complete(Err(End::Shutdown.story()));
         }
         self.0.bell.notify_all();
+    }
+
+    /// Tells all members what this rank knows to have ended the group, if anything.
+    pub(crate) fn pass_on(&self) {
+        if let Err(story) = self.0.mesh.roster().verdict(self.0.id, &self.0.ranks, Vec::new) {
+            self.0.mesh.poison(self.0.id, &self.0.ranks, &story);
+        }
     }
 
     /// Waits for the call that runs, if any.
@@ -185,12 +268,10 @@ impl Queue for Group {
 
     /// Queues a call for the group's thread.
     fn enqueue(&self, work: Work, after: Option<Arc<dyn Event>>) -> Result<Ticket> {
-        self.admit(&work.call)?;
+        self.check(&work.call)?;
         let ticket = Ticket::default();
         let mut line = self.0.line();
-        if line.closed {
-            return Err(closed());
-        }
+        line.admit(&work.call)?;
         line.jobs.push_back(Job { work, after, ticket: ticket.clone() });
         if !line.has_thread {
             let inner = Arc::clone(&self.0);
@@ -206,11 +287,20 @@ impl Queue for Group {
     }
 }
 
-fn closed() -> Error {
-    Error::new(Kind::NotInitialized, "the runtime was shut down; try: offbeat.init() first")
+impl End {
+    fn story(self) -> Error {
+        match self {
+            End::Closed => Error::invalid("this group was closed; try: make another one of the same ranks"),
+            End::Shutdown => Error::new(Kind::NotInitialized, "the runtime was shut down; try: offbeat.init() first"),
+        }
+    }
 }
 
 impl Inner {
+    fn limit(&self) -> Duration {
+        Duration::from_nanos(self.limit.load(Ordering::Relaxed))
+    }
+
     fn line(&self) -> MutexGuard<'_, Line> {
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -218,48 +308,42 @@ impl Inner {
     fn leave(&self) {
         let mut line = self.line();
         line.busy = false;
-        // nobody listens in the usual case: no thread, no shutdown under way
-        if line.has_thread || line.closed {
+        // nobody listens in the usual case: no thread, no end near
+        if line.has_thread || line.end.is_some() {
             self.bell.notify_all();
         }
     }
 
-    /// The group's thread: one queued call after another, until the group closes.
+    /// The group's thread: one queued call after another, until no more can come.
     fn serve(&self) {
         loop {
             let mut line = self.line();
-            while !line.closed && (line.busy || line.jobs.is_empty()) {
+            while line.busy || (line.jobs.is_empty() && line.end.is_none()) {
                 line = self.bell.wait(line).unwrap_or_else(PoisonError::into_inner);
             }
             let Some(job) = line.jobs.pop_front() else { return };
             line.busy = true;
             drop(line);
             // a call that cannot begin here must not leave the other ranks waiting for it
-            let ready = job.after.map_or(Ok(()), |event| event.wait(Some(self.timeout), None));
+            let ready = job.after.map_or(Ok(()), |event| event.wait(Some(self.limit()), None));
             let ready = ready.map_err(|error| self.mesh.poison(self.id, &self.ranks, &error));
-            let result = ready.and_then(|()| self.execute(&job.work.call, None));
+            let result = ready.and_then(|()| self.execute(&job.work.call, &Terms::default()));
             self.leave();
             drop(job.work);
             job.ticket.complete(result);
         }
     }
 
-    fn panicked(&self, panic: &(dyn Any + Send)) -> Error {
-        let text = panic.downcast_ref::<String>().map(String::as_str).or(panic.downcast_ref::<&str>().copied());
-        let message = format!("a bug in offbeat: {}; try: report it with the trace above", text.unwrap_or("panic"));
-        self.mesh.poison(self.id, &self.ranks, &Error::new(Kind::Unsupported, message))
-    }
-
     /// Runs a call on this thread. A panic in it is a bug of ours; it must reach whoever waits, on every rank.
-    fn execute(&self, call: &Call, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
-        let attempt = std::panic::AssertUnwindSafe(|| self.attempt(call, interrupt));
-        std::panic::catch_unwind(attempt).unwrap_or_else(|panic| Err(self.panicked(&*panic)))
+    fn execute(&self, call: &Call, terms: &Terms<'_>) -> Result<Output> {
+        let result = guarded(|| Ok(self.attempt(call, terms)));
+        result.unwrap_or_else(|bug| Err(self.mesh.poison(self.id, &self.ranks, &bug)))
     }
 
     /// A failure poisons the group: every member raises the same story.
-    fn attempt(&self, call: &Call, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
+    fn attempt(&self, call: &Call, terms: &Terms<'_>) -> Result<Output> {
         let mut lane = self.lane.lock().unwrap_or_else(PoisonError::into_inner);
-        let Lane { sequence, team, .. } = &mut *lane;
+        let Lane { sequence, team, control } = &mut *lane;
         // a member that has left may have done its part of this call before; whoever waits for it will see. The others
         // are told: this rank may leave before they have learned the story by themselves
         let verdict = self.mesh.roster().verdict(self.id, &self.ranks, Vec::new);
@@ -267,14 +351,18 @@ impl Inner {
         let description = call.describe();
         let number = *sequence;
         *sequence += 1;
-        let what = || format!("call {number} of group {:?}, {description}", self.ranks);
+        let what = || match terms.purpose {
+            Some(purpose) => format!("{} ({description})", purpose()),
+            None => format!("call {number} of group {:?}, {description}", self.ranks),
+        };
         let watch = Watch {
             roster: self.mesh.roster(),
             group: self.id,
             members: &self.ranks,
-            deadline: Instant::now() + self.timeout,
-            patience: self.timeout,
-            interrupt,
+            began: Instant::now(),
+            limit: terms.limit.unwrap_or_else(|| self.limit()),
+            warned: &Cell::new(false),
+            interrupt: terms.interrupt,
             what: &what,
         };
         let me = self.me.unwrap_or_default();
@@ -291,7 +379,12 @@ impl Inner {
         );
         let result = perform(&mut context, call);
         drop(context);
-        result.map_err(|error| self.fail(error, &what))
+        if result.is_ok() && matches!(call, Call::Close) {
+            (*team, *control) = (None, None);
+        }
+        // members may still be in calls of before, which need no one that has left: closing without it is not their trouble
+        let parting = matches!(call, Call::Close);
+        result.map_err(|error| if parting && error.kind == Kind::PeerLost { error } else { self.fail(error, &what) })
     }
 
     fn fail(&self, error: Error, what: &dyn Fn() -> String) -> Error {
@@ -306,79 +399,4 @@ impl Inner {
         self.mesh.poison(self.id, &self.ranks, &Error { cause, ..story });
         error
     }
-}
-
-/// Does what a call says.
-fn perform(context: &mut Context<'_>, call: &Call) -> Result<Output> {
-    let place = |context: &Context<'_>, rank: u32| context.ranks.iter().position(|r| *r == rank).unwrap_or_default();
-    let everyone: Vec<usize> = match call {
-        Call::AllToAll { .. } | Call::Gather { .. } => (0..context.ranks.len()).collect(),
-        _ => Vec::new(),
-    };
-    match call {
-        Call::Barrier => all_reduce::run(context, nothing(), Op::Bor, None, None).map(|()| Output::new()),
-        Call::AllReduce { tensor, op, codec } => {
-            all_reduce::run(context, tensor.buffer, *op, *codec, None).map(|()| Output::new())
-        }
-        Call::Reduce { tensor, dst, op } => {
-            let only = place(context, *dst);
-            all_reduce::run(context, tensor.buffer, *op, None, Some(only)).map(|()| Output::new())
-        }
-        Call::Broadcast { tensor, src } => {
-            let root = place(context, *src);
-            broadcast::run(context, tensor.buffer, root).map(|()| Output::new())
-        }
-        Call::AllGather { tensor } => blocks::all_gather(context, tensor.clone()),
-        Call::ReduceScatter { tensors, op } => {
-            let divisor = (*op == Op::Mean).then_some(context.ranks.len() as u32);
-            blocks::reduce_scatter(context, tensors, *op, divisor).map(|mine| vec![mine])
-        }
-        Call::AllToAll { tensors } => {
-            let outgoing: Vec<(usize, Shaped)> = tensors.iter().cloned().enumerate().collect();
-            let received = blocks::exchange(context, &outgoing, &everyone)?;
-            blocks::in_order(received, everyone.into_iter())
-        }
-        Call::Gather { tensor, dst } => {
-            let dst = place(context, *dst);
-            let expected = if dst == context.me { everyone } else { Vec::new() };
-            context.announce()?;
-            let received = blocks::exchange(context, &[(dst, tensor.clone())], &expected)?;
-            context.agree()?;
-            blocks::in_order(received, expected.into_iter())
-        }
-        Call::Scatter { tensors, src, out } => {
-            let src = place(context, *src);
-            let outgoing: Vec<(usize, Shaped)> = match tensors {
-                Some(tensors) if src == context.me => tensors.iter().cloned().enumerate().collect(),
-                _ => Vec::new(),
-            };
-            context.announce()?;
-            let mut received = blocks::exchange(context, &outgoing, &[src])?;
-            if let Some(block) = received.remove(&src) {
-                deliver(context, &block, out, src)?;
-            }
-            context.agree()?;
-            Ok(Output::new())
-        }
-    }
-}
-
-fn deliver(context: &Context<'_>, block: &Owned, out: &Shaped, src: usize) -> Result<()> {
-    if block.shape != out.shape || block.dtype != out.buffer.dtype {
-        return Err(Error::of_rank(
-            Kind::Mismatch,
-            context.ranks[src],
-            "",
-            format!(
-                "scatter: rank {} sends {}{:?} to rank {}, whose out is {}{:?}; try: the same shape on both sides",
-                context.ranks[src], block.dtype, block.shape, context.ranks[context.me], out.buffer.dtype, out.shape
-            ),
-        ));
-    }
-    let bytes = block.bytes();
-    if !bytes.is_empty() {
-        // SAFETY: shapes and types are equal, so the tensor is as long as the block.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), out.buffer.start, bytes.len()) };
-    }
-    Ok(())
 }

@@ -10,8 +10,8 @@ use offbeat_transport::frame::{FrameKind, Header};
 use offbeat_transport::inbox::{Channel, Delivery};
 use offbeat_transport::mesh::Mesh;
 use offbeat_transport::outbox::{Outgoing, Sends};
-use offbeat_transport::roster::Watch;
 use offbeat_transport::shm::arena::Piece;
+use offbeat_transport::watchdog::Watch;
 
 use crate::buffer::Shaped;
 use crate::config::Tuning;
@@ -96,7 +96,7 @@ pub(crate) fn recv(mesh: &Mesh, tuning: Tuning, from: u32, tag: u64, block: &Sha
     if !offered {
         return copy_out(&delivery, 0, block);
     }
-    let place = delivery.payload.as_slice().try_into().map_or(u64::MAX, u64::from_le_bytes);
+    let place = (*delivery.payload).try_into().map_or(u64::MAX, u64::from_le_bytes);
     let bytes = block.buffer.bytes();
     if let (Some((memory, _)), true) = (mesh.memory_of(from), place != u64::MAX) {
         let start = memory.at(place as usize, bytes)?;

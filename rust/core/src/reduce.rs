@@ -18,6 +18,7 @@ trait Accumulator: Copy + Default + 'static {
     fn fold(op: Op, acc: &mut [Self], other: &[Self]);
     fn fold_two(op: Op, acc: &mut [Self], first: &[Self], second: &[Self]);
     fn divide(acc: &mut [Self], divisor: u32);
+    fn scale(acc: &mut [Self], factor: f64);
 }
 
 macro_rules! zip_with {
@@ -29,7 +30,7 @@ macro_rules! zip_with {
 }
 
 macro_rules! accumulate {
-    ($type:ty, $combine:ident, $divide:expr) => {
+    ($type:ty, $combine:ident, $divide:expr, $scale:expr) => {
         impl Accumulator for $type {
             #[inline(always)]
             fn fold(op: Op, acc: &mut [Self], other: &[Self]) {
@@ -57,6 +58,13 @@ macro_rules! accumulate {
             fn divide(acc: &mut [Self], divisor: u32) {
                 for value in acc {
                     *value = $divide(*value, divisor);
+                }
+            }
+
+            #[inline(always)]
+            fn scale(acc: &mut [Self], factor: f64) {
+                for value in acc {
+                    *value = $scale(*value, factor);
                 }
             }
         }
@@ -90,16 +98,17 @@ macro_rules! integer_ops {
     };
 }
 
-accumulate!(f64, float_ops, |value: f64, divisor: u32| value / f64::from(divisor));
-accumulate!(f32, float_ops, |value: f32, divisor: u32| value / divisor as f32);
-accumulate!(i64, integer_ops, |value, _| value);
-accumulate!(i32, integer_ops, |value, _| value);
-accumulate!(i16, integer_ops, |value, _| value);
-accumulate!(i8, integer_ops, |value, _| value);
-accumulate!(u64, integer_ops, |value, _| value);
-accumulate!(u32, integer_ops, |value, _| value);
-accumulate!(u16, integer_ops, |value, _| value);
-accumulate!(u8, integer_ops, |value, _| value);
+accumulate!(f64, float_ops, |value: f64, divisor: u32| value / f64::from(divisor), |value: f64, factor| value * factor);
+accumulate!(f32, float_ops, |value: f32, divisor: u32| value / divisor as f32, |value: f32, factor| value
+    * factor as f32);
+accumulate!(i64, integer_ops, |value, _| value, |value, _| value);
+accumulate!(i32, integer_ops, |value, _| value, |value, _| value);
+accumulate!(i16, integer_ops, |value, _| value, |value, _| value);
+accumulate!(i8, integer_ops, |value, _| value, |value, _| value);
+accumulate!(u64, integer_ops, |value, _| value, |value, _| value);
+accumulate!(u32, integer_ops, |value, _| value, |value, _| value);
+accumulate!(u16, integer_ops, |value, _| value, |value, _| value);
+accumulate!(u8, integer_ops, |value, _| value, |value, _| value);
 
 /// A type of elements, and how it becomes its accumulator and back.
 trait Element: Copy + Default + 'static {
@@ -436,6 +445,21 @@ dispatch!(seal_typed, seal_wide, (acc: *mut u8, targets: &[*mut u8], count: usiz
 /// As for [`reduce`], with `acc` for the sources.
 pub unsafe fn seal(acc: *mut u8, targets: &[*mut u8], count: usize, dtype: DType, divisor: Option<u32>) {
     call!(dtype, seal_typed, seal_wide, (acc, targets, count, divisor))
+}
+
+#[inline(always)]
+unsafe fn scale_typed<T: Element>(acc: *mut u8, count: usize, factor: f64) {
+    // SAFETY: `scale`'s caller promises the memory.
+    T::Acc::scale(unsafe { target::<T::Acc>(acc, 0, count) }, factor);
+}
+dispatch!(scale_typed, scale_wide, (acc: *mut u8, count: usize, factor: f64));
+
+/// Multiplies the accumulators of `dtype` by a factor; those of integers stay as they are.
+///
+/// # Safety
+/// `acc` holds `count` accumulators, aligned, that nobody else uses meanwhile.
+pub unsafe fn scale(acc: *mut u8, count: usize, dtype: DType, factor: f64) {
+    call!(dtype, scale_typed, scale_wide, (acc, count, factor))
 }
 
 #[cfg(test)]

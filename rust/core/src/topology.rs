@@ -21,6 +21,11 @@ impl Layout {
         Layout { hosts }
     }
 
+    /// The layout of a group in which every member counts as a host of its own.
+    pub fn flat(ranks: &[u32]) -> Self {
+        Layout { hosts: (0..ranks.len()).map(|member| vec![member]).collect() }
+    }
+
     /// The host of a member, and its seat there.
     pub fn seat(&self, member: usize) -> (usize, usize) {
         self.hosts

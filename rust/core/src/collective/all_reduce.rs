@@ -1,9 +1,9 @@
-//! all_reduce, reduce and barrier: which way to take.
+//! all_reduce, reduce and barrier: which way to take. And all_reduce inside of each host.
 
 use super::{Context, between, local};
 use crate::Result;
 use crate::buffer::Buffer;
-use crate::codec::Codec;
+use crate::coding::{Coding, mix};
 use crate::dtype::Op;
 
 /// The ways, see the files named.
@@ -38,21 +38,37 @@ pub(crate) fn run(
     context: &mut Context<'_>,
     buffer: Buffer,
     op: Op,
-    codec: Option<&'static dyn Codec>,
+    coding: Option<Coding>,
     only: Option<usize>,
 ) -> Result<()> {
     let hosts = &context.layout.hosts;
     let largest = hosts.iter().map(Vec::len).max().unwrap_or(1);
     let divisor = (op == Op::Mean).then_some(context.ranks.len() as u32);
     let tuning = context.tuning;
-    match choose(buffer.bytes(), hosts.len(), largest, tuning.inline, tuning.exchange) {
+    // random numbers that nobody gave depend on the call
+    let coding = coding.map(|coding| match coding.blocks.is_empty() {
+        true => Coding { stream: mix(mix(coding.stream, context.group), context.sequence), ..coding },
+        false => coding,
+    });
+    // in an exchange several ranks would keep the residuals of the same share
+    let exchange = if coding.as_ref().is_some_and(|coding| coding.residuals.is_some()) { 0 } else { tuning.exchange };
+    match choose(buffer.bytes(), hosts.len(), largest, tuning.inline, exchange) {
         Way::Alone => Ok(()),
         Way::Local => {
             let only = only.map(|member| context.layout.seat(member).1);
             local::all_reduce(context, buffer, op, divisor, only)
         }
-        Way::Exchange => between::exchange(context, buffer, op, divisor, codec, only),
-        Way::ScatterGather => between::scatter_gather(context, buffer, op, divisor, codec, only),
+        Way::Exchange => between::exchange(context, buffer, op, divisor, coding, only),
+        Way::ScatterGather => between::scatter_gather(context, buffer, op, divisor, coding, only),
+    }
+}
+
+/// Reduces `buffer` over the members on each host. Hosts do not hear of each other.
+pub(crate) fn in_host(context: &mut Context<'_>, buffer: Buffer, op: Op) -> Result<()> {
+    let members = context.layout.hosts[context.layout.seat(context.me).0].len();
+    match members {
+        1 => Ok(()),
+        _ => local::all_reduce(context, buffer, op, (op == Op::Mean).then_some(members as u32), None),
     }
 }
 

@@ -9,10 +9,10 @@ use std::collections::HashMap;
 
 use offbeat_transport::outbox::Payload;
 use offbeat_transport::pool::Block;
-use offbeat_transport::shm::arena::Piece;
 
+use super::staged::Staged;
 use super::{Context, Stage};
-use crate::buffer::{Owned, Shaped};
+use crate::buffer::{Buffer, Owned, Shaped};
 use crate::dtype::{DType, Op};
 use crate::{Error, Result, reduce};
 
@@ -39,6 +39,7 @@ pub(crate) fn all_gather(context: &mut Context<'_>, mine: Shaped) -> Result<Vec<
         .map(|(_, member)| *member)
         .collect();
     context.compare_neighbours()?;
+    context.look_outward(0.0);
     let mut blocks = receive_blocks(context, &expected)?;
     if layout.hosts[host].len() > 1 {
         let mut items = vec![Item { origin: context.me, to: None, block: mine.clone() }];
@@ -109,12 +110,13 @@ pub(crate) fn reduce_scatter(
     // one rank on a host sends its values as they are; several send accumulators
     let sent_as = |host: usize| if layout.hosts[host].len() == 1 { dtype } else { dtype.accumulator() };
 
-    let (staging, offsets) = if neighbours > 1 { stage(context, blocks)? } else { (None, Vec::new()) };
-    let bases: Vec<usize> = match &staging {
+    let buffers: Vec<Buffer> = blocks.iter().map(|block| block.buffer).collect();
+    let staged = if neighbours > 1 { Some(context.stage_all(&buffers)?) } else { None };
+    let bases: Vec<usize> = match &staged {
         None => Vec::new(),
-        Some(piece) => {
+        Some((staged, _)) => {
             let note = context.note;
-            context.team()?.begin(&note, piece.offset() as u64);
+            context.team()?.begin(&note, staged.place() as u64);
             context.meet_and_compare()?;
             let team = context.team()?;
             (0..team.len()).map(|member| team.place(member) as usize).collect()
@@ -127,14 +129,13 @@ pub(crate) fn reduce_scatter(
             continue;
         }
         let count = block.buffer.count;
-        let mut sum = context.mesh.pool().take((count * acc_size).max(8));
-        sum.set_len((count * acc_size).max(8));
+        let mut sum = context.scratch(count * acc_size);
         // SAFETY: neighbours' blocks stay as they are until the next meeting; the sum has room for accumulators.
         unsafe {
-            if neighbours > 1 {
+            if let Some((_, starts)) = &staged {
                 let team = context.team()?;
                 let address = |(member, base): (usize, &usize)| {
-                    team.address(member, base + offsets[to], block.buffer.bytes()).map(<*mut u8>::cast_const)
+                    team.address(member, base + starts[to], block.buffer.bytes()).map(<*mut u8>::cast_const)
                 };
                 let sources = bases.iter().enumerate().map(address).collect::<Result<Vec<_>>>()?;
                 reduce::partial(&sources, sum.as_mut_ptr(), count, dtype, op);
@@ -147,8 +148,7 @@ pub(crate) fn reduce_scatter(
         if to == context.me {
             own = Some(sum);
         } else {
-            sum.truncate(count * sent_as(host).size());
-            send_pieces(context, to, Stage::Scatter, &sum);
+            send_pieces(context, to, Stage::Scatter, &sum[..count * sent_as(host).size()]);
         }
     }
     if neighbours > 1 {
@@ -161,11 +161,10 @@ pub(crate) fn reduce_scatter(
         .map(|other| (layout.opposite(other, seat), count * sent_as(other).size()))
         .collect();
     let sums = receive_pieces(context, Stage::Scatter, &lens)?;
-    let mut acc = context.mesh.pool().take((count * acc_size).max(8));
-    acc.set_len((count * acc_size).max(8));
+    let mut acc = context.scratch(count * acc_size);
     for other in 0..hosts {
         let bytes = match &own {
-            Some(own) if other == host => own.as_slice(),
+            Some(own) if other == host => &**own,
             _ => sums.get(&layout.opposite(other, seat)).map_or(&[][..], Vec::as_slice),
         };
         let kind = if other == host { dtype.accumulator() } else { sent_as(other) };
@@ -182,25 +181,6 @@ pub(crate) fn reduce_scatter(
     unsafe { reduce::seal(acc.as_mut_ptr(), &[result.buffer().start], count, dtype, divisor) };
     context.drain()?;
     Ok(result)
-}
-
-/// Copies blocks into shared memory, one after another: where each begins.
-fn stage(context: &Context<'_>, blocks: &[Shaped]) -> Result<(Option<Piece>, Vec<usize>)> {
-    let mut offsets = Vec::with_capacity(blocks.len());
-    let mut len = 0usize;
-    for block in blocks {
-        offsets.push(len);
-        len += block.buffer.bytes().next_multiple_of(64);
-    }
-    let piece = context.mesh.arena().allocate(len)?;
-    for (block, offset) in blocks.iter().zip(&offsets) {
-        // SAFETY: the piece is ours alone and has room for all blocks.
-        unsafe {
-            let to = piece.start().add(*offset);
-            std::ptr::copy_nonoverlapping(block.buffer.start.cast_const(), to, block.buffer.bytes());
-        }
-    }
-    Ok((Some(piece), offsets))
 }
 
 fn copy_of(block: &Shaped) -> Owned {
@@ -335,32 +315,20 @@ fn receive_blocks(context: &mut Context<'_>, from: &[usize]) -> Result<HashMap<u
 
 /// Publishes blocks to the neighbours and takes those that are for me.
 fn share(context: &mut Context<'_>, items: &[Item]) -> Result<HashMap<usize, Owned>> {
-    let arena = context.mesh.arena();
-    let mut staged: Vec<Piece> = Vec::new();
+    let mut staged: Vec<Staged> = Vec::new();
     let mut table: Vec<u8> = Vec::new();
     for item in items {
-        let bytes = item.block.buffer.bytes();
-        let offset = match arena.mapping().offset_of(item.block.buffer.start, bytes) {
-            Some(offset) if bytes > 0 => offset,
-            _ => {
-                let piece = arena.allocate(bytes)?;
-                // SAFETY: the piece is fresh and long enough.
-                unsafe {
-                    std::ptr::copy_nonoverlapping(item.block.buffer.start.cast_const(), piece.start(), bytes);
-                }
-                let offset = piece.offset();
-                staged.push(piece);
-                offset
-            }
-        };
+        let block = context.stage(item.block.buffer)?;
+        let (place, bytes) = (block.place() as u64, item.block.buffer.bytes() as u64);
+        staged.push(block);
         let shape = encode_shape(&item.block);
         let to = item.to.map_or(u64::MAX, |to| to as u64);
-        for word in [item.origin as u64, to, offset as u64, bytes as u64, shape.len() as u64] {
+        for word in [item.origin as u64, to, place, bytes, shape.len() as u64] {
             table.extend(word.to_le_bytes());
         }
         table.extend(&shape);
     }
-    let published = arena.allocate(8 + table.len())?;
+    let published = context.mesh.arena().allocate(8 + table.len())?;
     // SAFETY: the piece is fresh and has room for the length and the table.
     unsafe {
         published.start().cast::<u64>().write(table.len() as u64);

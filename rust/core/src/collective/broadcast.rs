@@ -6,8 +6,8 @@
 //! come by no more than `Tuning::eager` bytes. On each host the receiver's neighbours then copy from its shared memory.
 
 use offbeat_transport::outbox::Payload;
-use offbeat_transport::shm::arena::Piece;
 
+use super::staged::Staged;
 use super::{Context, Stage};
 use crate::Result;
 use crate::buffer::Buffer;
@@ -40,10 +40,12 @@ pub(crate) fn run(context: &mut Context<'_>, buffer: Buffer, root: usize) -> Res
     let (root_host, root_seat) = layout.seat(root);
     let hosts = layout.hosts.len();
     let receivers: Vec<usize> = (0..hosts).map(|step| layout.opposite((root_host + step) % hosts, root_seat)).collect();
-    let receiver = receivers[(host + hosts - root_host) % hosts];
+    let at = (host + hosts - root_host) % hosts;
+    let receiver = receivers[at];
+    let short = hosts == 2 || (hosts - 1) * buffer.bytes() <= context.tuning.exchange;
     context.announce()?;
+    context.look_outward(if short { 0.0 } else { at as f32 / hosts as f32 });
     if hosts > 1 && receiver == context.me {
-        let short = hosts == 2 || (hosts - 1) * buffer.bytes() <= context.tuning.exchange;
         relay(context, buffer, place(&receivers, context.me, short))?;
     }
     if layout.hosts[host].len() > 1 {
@@ -94,23 +96,10 @@ fn relay(context: &mut Context<'_>, buffer: Buffer, place: Place) -> Result<()> 
 
 /// The neighbours copy from the one that has the data.
 fn share(context: &mut Context<'_>, buffer: Buffer, from: usize) -> Result<()> {
-    let arena = context.mesh.arena();
     let bytes = buffer.bytes();
-    let mut staging: Option<Piece> = None;
-    let mut offset = 0;
-    if from == context.me && bytes > 0 {
-        offset = match arena.mapping().offset_of(buffer.start, bytes) {
-            Some(offset) => offset,
-            None => {
-                let piece = staging.insert(arena.allocate(bytes)?);
-                // SAFETY: the piece is fresh and as long as the tensor.
-                unsafe { std::ptr::copy_nonoverlapping(buffer.start.cast_const(), piece.start(), bytes) };
-                piece.offset()
-            }
-        };
-    }
-    let note = context.note;
-    context.team()?.begin(&note, offset as u64);
+    let staged = if from == context.me { Some(context.stage(buffer)?) } else { None };
+    let (note, place) = (context.note, staged.as_ref().map_or(0, Staged::place));
+    context.team()?.begin(&note, place as u64);
     context.meet_and_compare()?;
     let source = context.layout.seat(from).1;
     let team = context.team()?;

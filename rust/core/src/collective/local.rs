@@ -42,14 +42,13 @@ pub(crate) fn all_reduce(
     }
     // whole lines, so that both halves of a staging area are aligned to every type
     let segment_bytes = (context.tuning.segment / LINE).max(1) * LINE;
-    let offset = context.mesh.arena().mapping().offset_of(buffer.start, buffer.bytes());
-    let staging: Option<Piece> = match offset {
-        Some(_) => None,
-        None => Some(context.mesh.arena().allocate(2 * segment_bytes)?),
-    };
-    let place = match (&staging, offset) {
-        (Some(piece), _) => piece.offset() as u64 | STAGED,
-        (None, offset) => offset.unwrap_or_default() as u64,
+    let (staging, place): (Option<Piece>, u64) = match context.place_of(buffer) {
+        Some(place) => (None, place as u64),
+        None => {
+            let piece = context.mesh.arena().allocate(2 * segment_bytes)?;
+            let place = piece.offset() as u64 | STAGED;
+            (Some(piece), place)
+        }
     };
     let size = buffer.dtype.size();
     let segment = segment_bytes / size;

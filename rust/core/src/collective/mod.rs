@@ -7,30 +7,41 @@
 //! | [`between`] | hosts | exchange (one delay), or scatter and gather (fewest bytes) |
 //! | [`blocks`] | all_gather, gather, scatter, all_to_all, reduce_scatter | whole blocks from rank to rank |
 //! | [`broadcast`] | broadcast | star for short data, chain for long |
+//! | [`gossip`] | the weighted mean with some peers | each host's data to each peer host |
 //!
 //! Sums are always: the ranks of a host in ascending order, then the hosts in ascending order, whatever the way.
 //! Every frame and every slot carries the description of the call; it is compared before a byte is believed.
 
+mod agree;
 pub mod all_reduce;
 pub mod between;
 pub mod blocks;
 pub mod broadcast;
+pub mod gossip;
 pub mod local;
+mod staged;
 
 use std::cell::Cell;
 use std::collections::{HashSet, VecDeque};
+use std::time::Duration;
 
 use offbeat_transport::frame::{FrameKind, Header, Note};
 use offbeat_transport::inbox::{Channel, Delivery, Reception};
 use offbeat_transport::mesh::Mesh;
 use offbeat_transport::outbox::{Outgoing, Payload, Sends};
-use offbeat_transport::roster::Watch;
+use offbeat_transport::pool::Block;
 use offbeat_transport::shm::team::Team;
+use offbeat_transport::watchdog::Watch;
 
 use crate::config::Tuning;
 use crate::describe::Description;
 use crate::topology::Layout;
 use crate::{Error, Kind, Result};
+
+/// Whoever waits for a silent rank itself can name it when the deadline passes. Whoever waits for one that waits in turn
+/// would name the wrong rank, so it waits longer, for the better story to come: by this, or half of a short timeout, for
+/// each rank in between.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// What a frame of a collective is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,6 +59,10 @@ pub(crate) enum Stage {
     Block = 4,
     /// No data: "all ranks are in this call".
     Alike = 5,
+    /// No data, to neighbours: "I do not touch your control block any more".
+    Parted = 6,
+    /// The number of a call, and the story of its sender, whose time is up in it.
+    Late = 7,
 }
 
 /// Everything that one call on one rank works with.
@@ -73,6 +88,10 @@ pub(crate) struct Context<'a> {
     heard: HashSet<usize>,
     /// Data that came while something else was waited for.
     early: VecDeque<(usize, Delivery)>,
+    /// How many may wait in a row between me and a silent rank when I wait for a frame.
+    before_frame: f32,
+    /// The same when I wait for a neighbour.
+    before_neighbour: f32,
 }
 
 impl<'a> Context<'a> {
@@ -105,7 +124,25 @@ impl<'a> Context<'a> {
             said: HashSet::new(),
             heard: HashSet::new(),
             early: VecDeque::new(),
+            // whoever has neighbours meets them before it sends
+            before_frame: if layout.hosts.iter().any(|host| host.len() > 1) { 1.0 } else { 0.0 },
+            before_neighbour: 0.0,
         }
+    }
+
+    /// From here on neighbours may wait for other hosts, and whoever sends me frames for `more` ranks in a row.
+    pub(crate) fn look_outward(&mut self, more: f32) {
+        if self.layout.hosts.len() > 1 {
+            self.before_frame += more;
+            // more than a frame ever has: whoever sends has met its neighbours, and waited in a chain and to agree
+            self.before_neighbour = 4.0;
+        }
+    }
+
+    /// The watch of a wait with so many ranks between me and a silent one.
+    fn patient(&self, before: f32) -> Watch<'a> {
+        let grace = GRACE.min(self.watch.limit / 2).mul_f32(before);
+        Watch { limit: self.watch.limit + grace, ..*self.watch }
     }
 
     /// The team, where the caller knows that there is one.
@@ -126,20 +163,9 @@ impl<'a> Context<'a> {
         Err(self.mismatch(&notes))
     }
 
-    /// Compares the calls of neighbours in a call on several hosts that waits for another host before the neighbours would
-    /// meet: those that differ must learn it before they wait for different ranks.
-    pub(crate) fn compare_neighbours(&mut self) -> Result<()> {
-        if self.team.is_none() || self.layout.hosts.len() == 1 {
-            return Ok(());
-        }
-        let note = self.note;
-        self.team()?.begin(&note, 0);
-        self.meet_and_compare()
-    }
-
     /// Meets the team. A frame of another call ends the wait: a neighbour may be waiting for whoever sent it.
     pub(crate) fn meet(&mut self) -> Result<()> {
-        let (watch, note) = (self.watch, self.note);
+        let (watch, note) = (self.patient(self.before_neighbour), self.note);
         let team = self.team.as_deref_mut().ok_or_else(no_team)?;
         let other: Cell<Option<(u32, Note)>> = Cell::new(None);
         let differs =
@@ -151,7 +177,7 @@ impl<'a> Context<'a> {
                 None => watch.interrupt.map_or(Ok(()), |check| check()),
             }
         };
-        let result = team.meet(&Watch { interrupt: Some(&look), ..*watch });
+        let result = team.meet(&Watch { interrupt: Some(&look), ..watch });
         if result.is_err() {
             team.give_up();
         }
@@ -196,7 +222,7 @@ impl<'a> Context<'a> {
         }
     }
 
-    /// Sends a frame to a member on another host.
+    /// Sends a frame to a member; to a neighbour only in [`Context::part`].
     pub(crate) fn send(&self, to: usize, stage: Stage, index: usize, payload: Payload) {
         self.mesh.send(self.ranks[to], Outgoing { header: self.header(stage, index), payload });
     }
@@ -219,6 +245,13 @@ impl<'a> Context<'a> {
         // SAFETY: the caller's promise.
         block.extend_from_slice(unsafe { std::slice::from_raw_parts(start, len) });
         Payload::Owned(block)
+    }
+
+    /// Room for accumulators, with anything in it, aligned to eight bytes as the allocator aligns everything of this size.
+    pub(crate) fn scratch(&self, bytes: usize) -> Block {
+        let block = self.mesh.pool().take_filled(bytes.max(8));
+        debug_assert_eq!(block.as_ptr() as usize % 8, 0);
+        block
     }
 
     /// The next frame of this call from another host: which member, and what.
@@ -253,13 +286,13 @@ impl<'a> Context<'a> {
     }
 
     fn take_one(&mut self, missing: &dyn Fn() -> Vec<usize>) -> Result<()> {
-        let reception = self.reception.as_ref().ok_or_else(|| Error::io("receiving", "there is one host only"))?;
+        let reception = self.reception.as_ref().ok_or_else(|| Error::io("receiving", "nobody sends frames here"))?;
         let ranks = || {
             let (silent, others): (Vec<usize>, Vec<usize>) = missing().iter().partition(|m| !self.heard.contains(m));
             let late = if silent.is_empty() { others } else { silent };
             late.into_iter().map(|member| self.ranks[member]).collect()
         };
-        let next = reception.next(self.watch, ranks);
+        let next = reception.next(&self.patient(self.before_frame), ranks);
         if let (Err(_), Some(team)) = (&next, &self.team) {
             team.give_up();
         }
@@ -270,7 +303,7 @@ impl<'a> Context<'a> {
         let (from, delivery) = self.admit(delivery)?;
         self.heard.insert(from);
         let stage = delivery.header.stage;
-        if stage == Stage::Here as u8 || stage == Stage::Alike as u8 {
+        if [Stage::Here, Stage::Alike, Stage::Parted].iter().any(|said| *said as u8 == stage) {
             self.said.insert((from, stage));
         } else {
             self.early.push_back((from, delivery));
@@ -299,34 +332,6 @@ impl<'a> Context<'a> {
         )
     }
 
-    /// A call in which not every host sends to every other has one rank, the first of the group, hear from all, so that
-    /// no difference goes unnoticed. Call once, before any wait for data: ranks that differ may wait for each other. The
-    /// first of a host speaks for its neighbours, so they compare before it does.
-    pub(crate) fn announce(&mut self) -> Result<()> {
-        self.compare_neighbours()?;
-        let (my_host, my_seat) = self.layout.seat(self.me);
-        if my_host != 0 && my_seat == 0 {
-            self.send(self.layout.hosts[0][0], Stage::Here, 0, Payload::Empty);
-        }
-        Ok(())
-    }
-
-    /// Ends a call that began with [`Context::announce`]: the first of the group has heard from the first of every other
-    /// host and tells them so, and they their neighbours. Nobody returns from a call that others have made differently.
-    pub(crate) fn agree(&mut self) -> Result<()> {
-        if self.layout.hosts.len() == 1 {
-            return Ok(());
-        }
-        let firsts: Vec<usize> = self.layout.hosts.iter().map(|host| host[0]).collect();
-        if self.me == firsts[0] {
-            self.hear(&firsts[1..], Stage::Here)?;
-            firsts[1..].iter().for_each(|first| self.send(*first, Stage::Alike, 0, Payload::Empty));
-        } else if firsts.contains(&self.me) {
-            self.hear(&firsts[..1], Stage::Alike)?;
-        }
-        if self.team.is_some() { self.meet() } else { Ok(()) }
-    }
-
     /// Takes back what was lent and has not left, by copying it: for a failed call, before the memory goes away.
     pub(crate) fn recall(&mut self) {
         self.sends = Sends::default();
@@ -334,7 +339,7 @@ impl<'a> Context<'a> {
 
     /// Waits until everything lent has left.
     pub(crate) fn drain(&self) -> Result<()> {
-        self.sends.wait(self.watch)
+        self.sends.wait(&self.patient(self.before_neighbour))
     }
 }
 

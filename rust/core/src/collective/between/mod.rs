@@ -24,12 +24,12 @@ mod wire;
 use offbeat_transport::pool::Block;
 
 pub(crate) use scatter::scatter_gather;
-use wire::{Wire, scratch};
+use wire::Wire;
 
 use super::{Context, Stage, local};
 use crate::Result;
 use crate::buffer::Buffer;
-use crate::codec::Codec;
+use crate::coding::Coding;
 use crate::dtype::Op;
 use crate::reduce;
 
@@ -39,13 +39,13 @@ pub(crate) fn exchange(
     buffer: Buffer,
     op: Op,
     divisor: Option<u32>,
-    codec: Option<&'static dyn Codec>,
+    coding: Option<Coding>,
     only: Option<usize>,
 ) -> Result<()> {
-    let wire = Wire::new(context, buffer.dtype, op, divisor, codec);
+    let wire = Wire::new(context, buffer.dtype, op, divisor, coding);
     let (host, seat) = context.layout.seat(context.me);
-    let count = buffer.count;
-    let mut sum = scratch(context, count * buffer.dtype.accumulator().size());
+    let (count, whole) = (buffer.count, 0..buffer.count);
+    let mut sum = context.scratch(count * buffer.dtype.accumulator().size());
     let own = if wire.raw[host] {
         buffer.start.cast_const()
     } else {
@@ -55,7 +55,7 @@ pub(crate) fn exchange(
         sum.as_ptr()
     };
     // SAFETY: `own` holds the host's sum in the type it is sent in.
-    let own = unsafe { wire.encode(context, host, own, count) };
+    let own = unsafe { wire.encode(context, host, own, &whole) };
     let hosts = context.layout.hosts.len();
     for other in (0..hosts).filter(|h| *h != host) {
         let members = &context.layout.hosts[other];
@@ -79,22 +79,22 @@ pub(crate) fn exchange(
         let missing = absent(&sums);
         let (from, delivery) = context.receive(|| missing.clone())?;
         let from_host = context.layout.seat(from).0;
-        let expected = wire.sum_len(from_host, count);
+        let expected = wire.sum_len(from_host, &whole);
         if delivery.header.stage != Stage::Scatter as u8 || delivery.payload.len() != expected {
             return Err(context.bad_frame(delivery.from, "not the sum of its host"));
         }
         sums[from_host] = Some(delivery.payload);
     }
     if only.is_none_or(|only| only == context.me) {
-        let mut acc = scratch(context, count * buffer.dtype.accumulator().size());
+        let mut acc = context.scratch(count * buffer.dtype.accumulator().size());
         for (host, sum) in sums.iter().enumerate() {
             if let Some(sum) = sum {
                 // SAFETY: lengths were checked; the accumulator has room.
-                unsafe { wire.fold(acc.as_mut_ptr(), host, sum.as_ptr(), count) };
+                unsafe { wire.fold(acc.as_mut_ptr(), host, sum.as_ptr(), &whole) };
             }
         }
         // SAFETY: the target is the caller's tensor.
-        unsafe { wire.seal(context, acc.as_mut_ptr(), &[buffer.start], count) };
+        unsafe { wire.seal(context, acc.as_mut_ptr(), &[buffer.start], &whole) };
     }
     Ok(())
 }

@@ -7,10 +7,10 @@ use offbeat_transport::outbox::Payload;
 use offbeat_transport::pool::Block;
 use offbeat_transport::shm::arena::Piece;
 
-use super::{Context, Stage, Wire, scratch};
+use super::{Context, Stage, Wire};
 use crate::Result;
 use crate::buffer::Buffer;
-use crate::codec::Codec;
+use crate::coding::Coding;
 use crate::dtype::Op;
 use crate::reduce;
 use crate::topology::{Layout, cut};
@@ -27,22 +27,32 @@ struct Chunk {
     slice: usize,
 }
 
-/// Cuts the data into chunks, alike on every rank: each part into a multiple of `hosts` chunks, owned in turn.
+/// How much smaller the last chunks are. When nothing more is to be sent, the wire waits for the last chunk to be summed and
+/// sent back, so that one should be short; if all were, frames would cost more than they carry.
+const TAPER: usize = 8;
+
+/// Cuts the data into chunks, alike on every rank: each part into a multiple of `hosts` chunks, owned in turn, and the end
+/// of it into smaller ones.
 fn chunks(layout: &Layout, count: usize, size: usize, align: usize, slices: usize, chunk_bytes: usize) -> Vec<Chunk> {
     let hosts = layout.hosts.len();
     let mut chunks = Vec::new();
     for part in layout.parts(count, align) {
-        let bytes = part.range.len() * size;
-        let rounds = bytes.div_ceil(hosts * chunk_bytes).max(1).next_multiple_of(slices);
-        let ways = rounds * hosts;
-        for at in 0..ways {
-            let begin = |at| part.range.start + cut(part.range.len(), ways, at, align);
-            let range = begin(at)..begin(at + 1);
-            if !range.is_empty() {
-                let owner = (hosts > 2).then_some(at % hosts);
-                chunks.push(Chunk { range, owner, carriers: part.carriers.clone(), slice: at * slices / ways });
+        let len = part.range.len();
+        let end = (2 * hosts * chunk_bytes / size).next_multiple_of(align).min(len);
+        let (body, end) = ((len - end) / align * align, len - (len - end) / align * align);
+        let mut cut_up = |first: usize, len: usize, chunk_bytes: usize| {
+            let ways = (len * size).div_ceil(hosts * chunk_bytes).max(1) * hosts;
+            for at in 0..ways {
+                let range = first + cut(len, ways, at, align)..first + cut(len, ways, at + 1, align);
+                if !range.is_empty() {
+                    let owner = (hosts > 2).then_some(at % hosts);
+                    let slice = (range.start - part.range.start) * slices / part.range.len();
+                    chunks.push(Chunk { range, owner, carriers: part.carriers.clone(), slice });
+                }
             }
-        }
+        };
+        cut_up(part.range.start, body, chunk_bytes);
+        cut_up(part.range.start + body, end, (chunk_bytes / TAPER).max(1));
     }
     chunks
 }
@@ -70,8 +80,17 @@ struct Scatter {
     staging: Option<Piece>,
     /// The tensor, or its staged copy, of every member of my host.
     visible: Vec<*mut u8>,
-    /// My host's sums of the elements that I carry, from element `first` on; none where my tensor is the sum.
-    sums: Option<(Block, usize)>,
+    /// My host's sums of the elements that I carry; none where my tensor is the sum.
+    sums: Option<Sums>,
+    /// My host's shares as they were encoded, of chunks that are summed here too: a share is encoded once.
+    encoded: HashMap<usize, Block>,
+}
+
+/// Accumulators for the elements from `first` on.
+struct Sums {
+    start: *mut u8,
+    first: usize,
+    _memory: Block,
 }
 
 /// Reduces long data over several hosts; the result goes to every member, or to one.
@@ -80,20 +99,22 @@ pub(crate) fn scatter_gather(
     buffer: Buffer,
     op: Op,
     divisor: Option<u32>,
-    codec: Option<&'static dyn Codec>,
+    coding: Option<Coding>,
     only: Option<usize>,
 ) -> Result<()> {
     let layout = context.layout;
     let (host, seat) = layout.seat(context.me);
     let largest = layout.hosts.iter().map(Vec::len).max().unwrap_or(1);
     let size = buffer.dtype.size();
-    let align = codec.map_or(1, Codec::block).max(64 / size);
+    let align = coding.as_ref().map_or(1, |coding| coding.codec.block()).max(64 / size);
+    // fewer bytes travel for a chunk that is encoded
+    let chunk = context.tuning.chunk * if coding.is_some() { 4 } else { 1 };
     // slices overlap the sums inside hosts with the wire
     let slices = if largest == 1 { 1 } else { (buffer.bytes() >> 20).clamp(1, 8) };
-    let plan = chunks(layout, buffer.count, size, align, slices, context.tuning.chunk);
+    let plan = chunks(layout, buffer.count, size, align, slices, chunk);
     let mine = (0..plan.len()).filter(|id| plan[*id].carriers[host] == context.me).collect();
     let mut job = Scatter {
-        wire: Wire::new(context, buffer.dtype, op, divisor, codec),
+        wire: Wire::new(context, buffer.dtype, op, divisor, coding),
         buffer,
         plan,
         mine,
@@ -103,6 +124,7 @@ pub(crate) fn scatter_gather(
         staging: None,
         visible: vec![buffer.start],
         sums: None,
+        encoded: HashMap::new(),
     };
     let result = job.run(context, op, slices);
     if result.is_err() {
@@ -133,6 +155,7 @@ impl Scatter {
                 self.send_sum(context, id);
             }
         }
+        context.look_outward(0.0);
         self.collect(context)?;
         if neighbours {
             context.meet()?;
@@ -146,15 +169,9 @@ impl Scatter {
 
     /// Stages the first slice if need be, meets the neighbours and learns where their data is.
     fn enter(&mut self, context: &mut Context<'_>) -> Result<()> {
-        let arena = context.mesh.arena();
-        let place = match arena.mapping().offset_of(self.buffer.start, self.buffer.bytes()) {
-            Some(offset) => offset,
-            None => {
-                let piece = arena.allocate(self.buffer.bytes())?;
-                let offset = piece.offset();
-                self.staging = Some(piece);
-                offset
-            }
+        let place = match context.place_of(self.buffer) {
+            Some(place) => place,
+            None => self.staging.insert(context.mesh.arena().allocate(self.buffer.bytes())?).offset(),
         };
         self.copy_in(0);
         let note = context.note;
@@ -167,8 +184,8 @@ impl Scatter {
         let carried = self.mine.iter().map(|id| &self.plan[*id].range);
         let first = carried.clone().map(|range| range.start).min().unwrap_or(0);
         let end = carried.map(|range| range.end).max().unwrap_or(0);
-        let bytes = (end - first) * self.buffer.dtype.accumulator().size();
-        self.sums = Some((scratch(context, bytes), first));
+        let mut memory = context.scratch((end - first) * self.buffer.dtype.accumulator().size());
+        self.sums = Some(Sums { start: memory.as_mut_ptr(), first, _memory: memory });
         Ok(())
     }
 
@@ -198,9 +215,9 @@ impl Scatter {
     fn sum_of(&self, range: &Range<usize>) -> *mut u8 {
         match &self.sums {
             None => self.buffer.at(range.start),
-            Some((sums, first)) => {
+            Some(sums) => {
                 let size = self.buffer.dtype.accumulator().size();
-                sums.as_ptr().cast_mut().wrapping_add((range.start - first) * size)
+                sums.start.wrapping_add((range.start - sums.first) * size)
             }
         }
     }
@@ -218,26 +235,35 @@ impl Scatter {
     }
 
     /// Sends my host's sum of a chunk to whoever adds the hosts up.
-    fn send_sum(&self, context: &mut Context<'_>, id: usize) {
+    fn send_sum(&mut self, context: &mut Context<'_>, id: usize) {
         let chunk = &self.plan[id];
         let hosts: Vec<usize> = match (chunk.owner, self.goal) {
             (Some(owner), _) => vec![owner],
             (None, Some((goal, _))) => vec![goal],
             (None, None) => (0..chunk.carriers.len()).collect(),
         };
-        let (sum, count) = (self.sum_of(&chunk.range), chunk.range.len());
+        let sum = self.sum_of(&chunk.range);
+        let mut encoded: Option<Block> = None;
         for to in hosts.into_iter().filter(|to| *to != self.host) {
             // SAFETY: the sum is complete. It is lent only if it stays: not where a tensor that is its own sum gets the
             // result before the owner (the other host) has answered.
             let payload = unsafe {
                 let stays = chunk.owner.is_some() || self.sums.is_some();
-                if self.wire.is_coded() || !stays {
-                    Payload::Owned(self.wire.encode(context, self.host, sum, count))
+                if self.wire.is_coded() {
+                    let share = encoded.get_or_insert_with(|| self.wire.encode(context, self.host, sum, &chunk.range));
+                    context.copy(share.as_ptr(), share.len())
+                } else if !stays {
+                    Payload::Owned(self.wire.encode(context, self.host, sum, &chunk.range))
                 } else {
-                    context.lend(sum, self.wire.sum_len(self.host, count))
+                    context.lend(sum, self.wire.sum_len(self.host, &chunk.range))
                 }
             };
             context.send(chunk.carriers[to], Stage::Scatter, id, payload);
+        }
+        if let Some(share) = encoded
+            && chunk.owner.is_none()
+        {
+            self.encoded.insert(id, share);
         }
     }
 
@@ -284,23 +310,32 @@ impl Scatter {
             };
             let count = chunk.range.len();
             if delivery.header.stage == Stage::Gather as u8 {
-                if delivery.payload.len() != self.wire.result_len(count) || !results.remove(&id) {
+                if delivery.payload.len() != self.wire.result_len(&chunk.range) || !results.remove(&id) {
                     return Err(context.bad_frame(delivery.from, "a result of the wrong length, or twice"));
                 }
                 // SAFETY: the length was checked; what I carry is mine in all neighbours' buffers until the last meeting.
-                unsafe { self.wire.accept(context, &delivery.payload, &self.targets(chunk), count) };
+                unsafe { self.wire.accept(context, &delivery.payload, &self.targets(chunk), &chunk.range) };
                 continue;
             }
-            if delivery.payload.len() != self.wire.sum_len(from_host, count) || !sums.contains(&id) {
+            if delivery.payload.len() != self.wire.sum_len(from_host, &chunk.range) || !sums.contains(&id) {
                 return Err(context.bad_frame(delivery.from, "a sum of the wrong length, or not for us"));
+            }
+            if chunk.owner.is_none() {
+                let (own, theirs) = (self.sum_of(&chunk.range).cast_const(), delivery.payload.as_ptr());
+                let pair = if self.host == 0 { [own, theirs] } else { [theirs, own] };
+                // SAFETY: the length was checked; what I carry is mine in all neighbours' buffers until the last meeting.
+                if unsafe { self.wire.sum_pair(pair, &self.targets(chunk), count) } {
+                    sums.remove(&id);
+                    continue;
+                }
             }
             let state = pending.entry(id).or_insert_with(|| Pending {
                 sums: (0..hosts).map(|_| None).collect(),
-                acc: scratch(context, count * self.buffer.dtype.accumulator().size()),
+                acc: context.scratch(count * self.buffer.dtype.accumulator().size()),
                 folded: 0,
             });
             state.sums[from_host] = Some(delivery.payload);
-            self.fold_ready(context, chunk, state);
+            self.fold_ready(context, id, state);
             if state.folded == hosts
                 && let Some(state) = pending.remove(&id)
             {
@@ -312,8 +347,8 @@ impl Scatter {
     }
 
     /// Folds all sums that are next in the order of the hosts.
-    fn fold_ready(&self, context: &Context<'_>, chunk: &Chunk, state: &mut Pending) {
-        let count = chunk.range.len();
+    fn fold_ready(&self, context: &Context<'_>, id: usize, state: &mut Pending) {
+        let chunk = &self.plan[id];
         let acc = state.acc.as_mut_ptr();
         while state.folded < state.sums.len() {
             let host = state.folded;
@@ -321,15 +356,17 @@ impl Scatter {
             unsafe {
                 if host == self.host {
                     let own = self.sum_of(&chunk.range);
-                    if self.wire.is_coded() {
-                        let encoded = self.wire.encode(context, host, own, count);
-                        self.wire.fold(acc, host, encoded.as_ptr(), count);
+                    if let Some(share) = self.encoded.get(&id) {
+                        self.wire.fold(acc, host, share.as_ptr(), &chunk.range);
+                    } else if self.wire.is_coded() {
+                        let share = self.wire.encode(context, host, own, &chunk.range);
+                        self.wire.fold(acc, host, share.as_ptr(), &chunk.range);
                     } else {
-                        self.wire.fold(acc, host, own, count);
+                        self.wire.fold(acc, host, own, &chunk.range);
                     }
                 } else {
                     let Some(sum) = state.sums[host].take() else { return };
-                    self.wire.fold(acc, host, sum.as_ptr(), count);
+                    self.wire.fold(acc, host, sum.as_ptr(), &chunk.range);
                 }
             }
             state.folded += 1;
@@ -350,15 +387,15 @@ impl Scatter {
     /// Ends a chunk's sum: writes it on my host and sends it to the others that want it.
     fn finish(&self, context: &mut Context<'_>, id: usize, mut acc: Block) {
         let chunk = &self.plan[id];
-        let (count, bytes) = (chunk.range.len(), chunk.range.len() * self.buffer.dtype.size());
+        let bytes = chunk.range.len() * self.buffer.dtype.size();
         let mut targets = self.targets(chunk);
         // where only another host wants the result, no tensor here may change: it gets memory of its own
-        let mut apart = targets.is_empty().then(|| scratch(context, bytes));
+        let mut apart = targets.is_empty().then(|| context.scratch(bytes));
         if let Some(block) = &mut apart {
             targets.push(block.as_mut_ptr());
         }
         // SAFETY: the accumulator holds the chunk; what I carry is mine in all neighbours' buffers until the last meeting.
-        let encoded = unsafe { self.wire.seal(context, acc.as_mut_ptr(), &targets, count) };
+        let encoded = unsafe { self.wire.seal(context, acc.as_mut_ptr(), &targets, &chunk.range) };
         if chunk.owner.is_none() {
             return;
         }
@@ -426,7 +463,7 @@ mod tests {
             for chunk in &plan {
                 prop_assert_eq!(chunk.range.start, at);
                 at = chunk.range.end;
-                prop_assert!(chunk.slice < slices && chunk.range.len() <= 64 + 16);
+                prop_assert!(chunk.slice < slices && chunk.range.len() <= 64 + 16, "{chunk:?}");
                 prop_assert_eq!(chunk.owner.is_none(), sizes.len() == 2);
                 owned[chunk.owner.unwrap_or(0)] += chunk.range.len();
             }

@@ -1,0 +1,175 @@
+//! The step `LowRank`: the mean over all ranks, of matrices as two thin factors (PowerSGD).
+//!
+//! With M what a rank has of a matrix and of what was left, and Q as it was after the round before:
+//!
+//! 1. P = M·Q, summed over all ranks, its columns made orthonormal.
+//! 2. Q = Mᵀ·P, averaged over all ranks; the result is P·Qᵀ.
+//! 3. What is left is M − P·Qᵀ with this rank's own Q. Its mean over ranks is what the result lacks, and it does not grow by
+//!    what ranks differ in.
+//!
+//! Tensors that are no matrices, or too small for it to pay, travel whole and beside P. That makes two calls for a bucket,
+//! of rank·(rows + cols) numbers for each matrix.
+
+use std::ops::Range;
+
+use super::memory::{Keeper, Memory};
+use super::pipeline::{Round, with_floats};
+use crate::bucket::{Bucket, Slot, Tensor};
+use crate::buffer::{Buffer, Shaped};
+use crate::call::Call;
+use crate::codec;
+use crate::coding::mix;
+use crate::digest::digest;
+use crate::dtype::{DType, Op};
+use crate::{Error, Result};
+
+pub(super) struct LowRank {
+    parts: Vec<Part>,
+    seed: u64,
+}
+
+/// A slot, and what becomes of it.
+struct Part {
+    range: Range<usize>,
+    /// The hash of its name.
+    key: u64,
+    /// Its factors; none if it travels whole.
+    shape: Option<codec::LowRank>,
+}
+
+impl Part {
+    /// How much of the first call is its.
+    fn first_len(&self) -> usize {
+        self.shape.map_or(self.range.len(), |shape| shape.left_len())
+    }
+
+    fn second_len(&self) -> usize {
+        self.shape.map_or(0, |shape| shape.right_len())
+    }
+}
+
+/// The factors of a tensor, if it is a matrix and they are at least `rate` times smaller.
+fn factors(tensor: &Tensor, rank: usize, rate: f64) -> Result<Option<codec::LowRank>> {
+    let (rows, cols) = (tensor.rows, tensor.count / tensor.rows.max(1));
+    if rows <= 1 || cols <= 1 {
+        return Ok(None);
+    }
+    let rank = rank.min(rows).min(cols);
+    let pays = (rank * (rows + cols)) as f64 * rate < (rows * cols) as f64;
+    pays.then(|| codec::LowRank::new(rows, cols, rank)).transpose()
+}
+
+impl LowRank {
+    pub(super) fn build(
+        rank: usize,
+        rate: f64,
+        seed: u64,
+        bucket: &Bucket,
+        tensors: &[Tensor],
+    ) -> Result<(Self, Vec<Memory>)> {
+        // says what is wrong with the rank, whatever the tensors
+        codec::LowRank::new(1, 1, rank)?;
+        if !(0.0..=1e6).contains(&rate) {
+            return Err(Error::invalid(format!(
+                "a least rate of compression of {rate}; try: 2, or 0 for all matrices"
+            )));
+        }
+        let part = |slot: &Slot| {
+            let tensor = &tensors[slot.tensor];
+            let range = slot.offset..slot.offset + tensor.count;
+            Ok(Part { range, key: digest(tensor.name.as_bytes()), shape: factors(tensor, rank, rate)? })
+        };
+        let parts = bucket.slots.iter().map(part).collect::<Result<Vec<Part>>>()?;
+        let left = parts.iter().map(|part| part.shape.map_or(0, |_| part.range.len()));
+        let memories = vec![
+            Memory::of_slots("left", Keeper::Each, left),
+            Memory::of_slots("factor", Keeper::All, parts.iter().map(Part::second_len)),
+        ];
+        Ok((LowRank { parts, seed }, memories))
+    }
+
+    pub(super) fn run(&self, round: &Round<'_>, memories: &mut [Memory]) -> Result<()> {
+        let [left, factor] = memories else { return Ok(()) };
+        let mut first = vec![0f32; self.parts.iter().map(Part::first_len).sum()];
+        let mut second = vec![0f32; self.parts.iter().map(Part::second_len).sum()];
+        round.tally.time(|| self.project(round, left, factor, &mut first));
+        mean(round, &mut first)?;
+        round.tally.time(|| self.project_back(round, &mut first, &mut second));
+        let own = second.clone();
+        mean(round, &mut second)?;
+        round.tally.time(|| self.finish(round, &first, (&own, &second), left, factor));
+        Ok(())
+    }
+
+    /// P = M·Q for matrices, and all else as it is. The bucket becomes M.
+    fn project(&self, round: &Round<'_>, left: &mut Memory, factor: &mut Memory, first: &mut [f32]) {
+        let mut rest = first;
+        for (slot, part) in self.parts.iter().enumerate() {
+            let (p, after) = std::mem::take(&mut rest).split_at_mut(part.first_len());
+            rest = after;
+            with_floats(round.buffer, part.range.clone(), |m| match part.shape {
+                None => p.copy_from_slice(m),
+                Some(shape) => {
+                    m.iter_mut().zip(left.slot(slot)).for_each(|(value, left)| *value += *left);
+                    let q = factor.slot(slot);
+                    if q.iter().all(|value| *value == 0.0) {
+                        shape.start(mix(self.seed, part.key), q);
+                    }
+                    shape.left(m, q, p);
+                }
+            });
+        }
+    }
+
+    /// Makes P orthonormal, and Q = Mᵀ·P.
+    fn project_back(&self, round: &Round<'_>, first: &mut [f32], second: &mut [f32]) {
+        let (mut rest, mut room) = (first, second);
+        for part in &self.parts {
+            let (p, after) = std::mem::take(&mut rest).split_at_mut(part.first_len());
+            let (q, later) = std::mem::take(&mut room).split_at_mut(part.second_len());
+            (rest, room) = (after, later);
+            if let Some(shape) = part.shape {
+                shape.orthonormalise(p);
+                with_floats(round.buffer, part.range.clone(), |m| shape.right(m, p, q));
+            }
+        }
+    }
+
+    /// The bucket becomes P·Qᵀ, or the mean; what is left of M and the new Q are kept if they are finite.
+    fn finish(
+        &self,
+        round: &Round<'_>,
+        first: &[f32],
+        (own, everyones): (&[f32], &[f32]),
+        left: &mut Memory,
+        factor: &mut Memory,
+    ) {
+        let (mut p_at, mut q_at) = (0, 0);
+        for (slot, part) in self.parts.iter().enumerate() {
+            let (first_len, second_len) = (part.first_len(), part.second_len());
+            let p = &first[p_at..p_at + first_len];
+            let (own, q) = (&own[q_at..q_at + second_len], &everyones[q_at..q_at + second_len]);
+            (p_at, q_at) = (p_at + first_len, q_at + second_len);
+            with_floats(round.buffer, part.range.clone(), |m| match part.shape {
+                None => m.copy_from_slice(p),
+                Some(shape) => {
+                    let finite = q.iter().all(|value| value.is_finite());
+                    if finite {
+                        shape.residual(m, p, own, left.slot(slot));
+                        factor.slot(slot).copy_from_slice(q);
+                    }
+                    round.tally.sample(m.iter().copied().zip(left.slot(slot).iter().copied()));
+                    shape.product(p, q, m);
+                    let sent = (first_len + second_len) * size_of::<f32>();
+                    round.tally.add(part.range.len() as u64 * 4, sent as u64, u64::from(!finite));
+                }
+            });
+        }
+    }
+}
+
+fn mean(round: &Round<'_>, values: &mut [f32]) -> Result<()> {
+    let buffer = Buffer::host(values.as_mut_ptr().cast(), values.len(), DType::F32);
+    let tensor = Shaped { buffer, shape: vec![values.len() as u64] };
+    round.call(Call::AllReduce { tensor, op: Op::Mean, coding: None }).map(drop)
+}

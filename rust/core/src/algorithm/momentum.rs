@@ -1,0 +1,58 @@
+//! Gradients as the momentum that they make, and back.
+//!
+//! Every rank keeps the same momentum m. `Momentum` replaces a gradient g by β·m + (1 − β)·g, which changes less from round
+//! to round than g does and so loses less in a coarse encoding. After the ranks have averaged that to m', `Gradient` gives
+//! (m' − β·m) / (1 − β): the mean gradient, or the one that makes m' of m if something was lost on the way. So whatever
+//! stands behind it, an optimizer, clipping, a scaled loss, sees a gradient, and an optimizer with this momentum ends with
+//! m' itself. What m is matters to the loss only, never to the result: it may as well begin at zero.
+
+use std::ops::Range;
+
+use super::memory::{Keeper, Memory};
+use super::pipeline::{Round, with_floats};
+use crate::bucket::{Bucket, Tensor};
+use crate::{Error, Result};
+
+/// The steps `Momentum` and `Gradient` for one bucket.
+pub(super) struct Momentum {
+    /// The elements of each slot, and how much of their momentum stays.
+    spans: Vec<(Range<usize>, f32)>,
+}
+
+impl Momentum {
+    pub(super) fn build(betas: &[f32], bucket: &Bucket, tensors: &[Tensor]) -> Result<(Self, Vec<Memory>)> {
+        if let Some(beta) = betas.iter().find(|beta| !(0.0..1.0).contains(*beta)) {
+            return Err(Error::invalid(format!("a momentum with beta {beta}; try: from 0 to under 1, e.g. 0.9")));
+        }
+        if betas.len() != tensors.len() {
+            return Err(Error::invalid(format!("{} betas for {} tensors; try: one each", betas.len(), tensors.len())));
+        }
+        let span =
+            |slot: &crate::bucket::Slot| (slot.offset..slot.offset + tensors[slot.tensor].count, betas[slot.tensor]);
+        let memory = Memory::of_elements("momentum", Keeper::All, bucket, tensors);
+        Ok((Momentum { spans: bucket.slots.iter().map(span).collect() }, vec![memory]))
+    }
+
+    pub(super) fn forward(&self, round: &Round<'_>, memory: &mut Memory) {
+        for (slot, (range, beta)) in self.spans.iter().enumerate() {
+            with_floats(round.buffer, range.clone(), |values| {
+                for (value, momentum) in values.iter_mut().zip(memory.slot(slot)) {
+                    *value = beta * *momentum + (1.0 - beta) * *value;
+                }
+            });
+        }
+    }
+
+    pub(super) fn back(&self, round: &Round<'_>, memory: &mut Memory) {
+        for (slot, (range, beta)) in self.spans.iter().enumerate() {
+            with_floats(round.buffer, range.clone(), |values| {
+                for (value, momentum) in values.iter_mut().zip(memory.slot(slot)) {
+                    let new = *value;
+                    *value = (new - beta * *momentum) / (1.0 - beta);
+                    // a bad round leaves the momentum as it was
+                    *momentum = if new.is_finite() { new } else { *momentum };
+                }
+            });
+        }
+    }
+}

@@ -1,0 +1,297 @@
+//! A pipeline: an algorithm built for one bucket, a closed list of steps that runs without Python.
+
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use offbeat_transport::shm::arena::Piece;
+
+use super::all_reduce::AllReduce;
+use super::apply::Apply;
+use super::low_rank::LowRank;
+use super::memory::{Memory, Saved};
+use super::momentum::Momentum;
+use super::outer::{Difference, Outer};
+use super::replicas::Replicas;
+use super::select::Select;
+use super::{Description, Step, What, When};
+use crate::bucket::{Bucket, Tensor};
+use crate::buffer::{Buffer, Shaped};
+use crate::call::Call;
+use crate::coding::Tally;
+use crate::dtype::{DType, Op};
+use crate::event::Output;
+use crate::graph::Graph;
+use crate::group::{Group, Terms, Work};
+use crate::{Error, Result, reduce};
+
+/// One run of a pipeline.
+pub struct Round<'a> {
+    /// The bucket.
+    pub buffer: Buffer,
+    /// In which it is exchanged.
+    pub group: &'a Group,
+    /// On which terms.
+    pub terms: &'a Terms<'a>,
+    /// Its number.
+    pub step: u64,
+    /// What is counted.
+    pub tally: &'a Arc<Tally>,
+    /// Is told from when to when a function of the user's ran.
+    pub ran: &'a dyn Fn(u64, u64),
+}
+
+impl Round<'_> {
+    /// The whole bucket as a tensor of one dimension.
+    pub(super) fn tensor(&self) -> Shaped {
+        Shaped { buffer: self.buffer, shape: vec![self.buffer.count as u64] }
+    }
+
+    /// Makes a call of the group, on this thread. The memory in it is the pipeline's and stays until it is over.
+    pub(super) fn call(&self, call: Call) -> Result<Output> {
+        self.group.run_on(Work { call, keep: None }, self.terms)
+    }
+}
+
+/// A step, ready to run on its bucket.
+struct Stage {
+    work: Kind,
+    /// Locked while it runs, and by whoever saves or loads between rounds.
+    memories: Mutex<Vec<Memory>>,
+}
+
+enum Kind {
+    AllReduce(AllReduce),
+    HostReduce,
+    Difference(Difference),
+    /// Ends what the stage with this number has begun.
+    Outer(Outer, usize),
+    Gossip(Graph),
+    Replicas(Replicas),
+    Momentum(Momentum),
+    /// Ends what the stage with this number has begun.
+    Gradient(usize),
+    Select(Select),
+    LowRank(LowRank),
+    Apply(Apply),
+}
+
+/// The steps of an algorithm for one bucket.
+#[derive(Default)]
+pub struct Pipeline {
+    warmup: u64,
+    /// The stages of the warm-up, then all others.
+    stages: Vec<Stage>,
+    /// How many are of the warm-up.
+    first: usize,
+}
+
+impl Pipeline {
+    /// Builds what a description says for a bucket of some tensors, which lies in `memory`.
+    pub fn build(
+        description: &Description,
+        bucket: &Bucket,
+        tensors: &[Tensor],
+        memory: &Arc<Piece>,
+        group: &Group,
+    ) -> Result<Self> {
+        let Description { what, when, every, warmup, first, steps } = description;
+        // gradients stay where they are where weights are exchanged instead
+        if steps.is_empty() && *what != What::Gradients {
+            return Err(Error::invalid("a sync without steps; try: Sync([AllReduce(\"mean\")])"));
+        }
+        if *warmup > 0 && first.is_empty() {
+            return Err(Error::invalid("a warm-up without steps; try: warmup() that returns [AllReduce(\"mean\")]"));
+        }
+        let weights = matches!(what, What::Weights | What::Updates) && *when != When::Bucket;
+        if !weights && (*what, *when, *every) != (What::Gradients, When::Bucket, 1) {
+            return Err(Error::unsupported(format!(
+                "this version communicates gradients as buckets become ready, in every step, or weights at other times, not \
+                 {what:?} {when:?} every {every}; try: what=\"gradients\", when=\"bucket\", every=1, and weights in sync()"
+            )));
+        }
+        if let Some(step) = first.iter().chain(steps).find(|step| step.takes_weights() && !weights) {
+            return Err(Error::invalid(format!(
+                "the step {} works on weights and these are gradients; try: it among the steps of sync()",
+                step.name()
+            )));
+        }
+        let mut pipeline = Pipeline { warmup: *warmup, stages: Vec::new(), first: first.len() };
+        for step in first.iter().chain(steps) {
+            let stage = pipeline.stage(step, bucket, tensors, memory, group)?;
+            pipeline.stages.push(stage);
+        }
+        Ok(pipeline)
+    }
+
+    fn stage(
+        &self,
+        step: &Step,
+        bucket: &Bucket,
+        tensors: &[Tensor],
+        memory: &Arc<Piece>,
+        group: &Group,
+    ) -> Result<Stage> {
+        if !matches!(step, Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. }) {
+            check_dtype(step, bucket.dtype)?;
+        }
+        let (work, memories) = match step {
+            Step::AllReduce { op, codec, feedback, seed, .. } => {
+                let (stage, memories) = AllReduce::build(*op, *codec, *feedback, *seed, bucket, tensors)?;
+                let buffer = Buffer::host(memory.start(), bucket.count, bucket.dtype);
+                stage.call(buffer, 0, &Arc::default(), None).check(group.ranks(), group.me())?;
+                (Kind::AllReduce(stage), memories)
+            }
+            Step::Momentum { betas } => {
+                let (stage, memories) = Momentum::build(betas, bucket, tensors)?;
+                (Kind::Momentum(stage), memories)
+            }
+            Step::HostReduce => (Kind::HostReduce, Vec::new()),
+            Step::Difference => {
+                let (stage, memories) = Difference::build(bucket, tensors);
+                (Kind::Difference(stage), memories)
+            }
+            Step::Outer { lr, momentum } => {
+                let begun = self.stages.iter().rposition(|stage| matches!(stage.work, Kind::Difference(_)));
+                let missing = "the step Outer without Difference before it; try: [Difference(), AllReduce(), Outer()]";
+                let (stage, memories) = Outer::build(*lr, *momentum, bucket, tensors)?;
+                (Kind::Outer(stage, begun.ok_or_else(|| Error::invalid(missing))?), memories)
+            }
+            Step::Gossip { peers, seed } => (Kind::Gossip(Graph::new(*peers, group.hosts(), *seed)?), Vec::new()),
+            Step::Replicas { peers, codec, gamma, seed } => {
+                let (stage, memories) = Replicas::build(*peers, *codec, *gamma, *seed, bucket, tensors, group)?;
+                (Kind::Replicas(stage), memories)
+            }
+            Step::Gradient => {
+                let begun = self.stages.iter().rposition(|stage| matches!(stage.work, Kind::Momentum(_)));
+                let begun = begun.filter(|at| (*at < self.first) == (self.stages.len() < self.first));
+                let missing =
+                    "the step Gradient without Momentum before it; try: [Momentum(), AllReduce(), Gradient()]";
+                (Kind::Gradient(begun.ok_or_else(|| Error::invalid(missing))?), Vec::new())
+            }
+            Step::Select { ratio, .. } => {
+                let (stage, memories) = Select::build(*ratio, bucket, tensors)?;
+                (Kind::Select(stage), memories)
+            }
+            Step::LowRank { rank, rate, seed, .. } => {
+                let (stage, memories) = LowRank::build(*rank, *rate, *seed, bucket, tensors)?;
+                (Kind::LowRank(stage), memories)
+            }
+            Step::Apply { function, states } => {
+                let arena = group.mesh().arena();
+                let allocate = |bytes: usize| arena.allocate(bytes.max(1));
+                let (stage, memories) = Apply::build(function, states, bucket, tensors, memory, allocate)?;
+                (Kind::Apply(stage), memories)
+            }
+        };
+        Ok(Stage { work, memories: Mutex::new(memories) })
+    }
+
+    /// Runs all steps on a bucket, on this thread.
+    pub fn run(&self, round: &Round<'_>) -> Result<()> {
+        let stages = if round.step < self.warmup { 0..self.first } else { self.first..self.stages.len() };
+        self.stages[stages].iter().try_for_each(|stage| self.run_stage(stage, round))
+    }
+
+    fn run_stage(&self, stage: &Stage, round: &Round<'_>) -> Result<()> {
+        // held until the step is over, which uses the memory behind it
+        let mut memories = stage.memories();
+        match &stage.work {
+            Kind::AllReduce(step) => step.run(round, &mut memories),
+            Kind::Select(step) => step.run(round, &mut memories[0]),
+            Kind::LowRank(step) => step.run(round, &mut memories),
+            Kind::Apply(step) => step.run(round, &memories),
+            Kind::HostReduce => round.call(Call::HostReduce { tensor: round.tensor(), op: Op::Mean }).map(drop),
+            Kind::Gossip(graph) => {
+                let call = Call::Gossip { tensor: round.tensor(), out: None, graph: *graph, step: round.step };
+                round.call(call).map(drop)
+            }
+            Kind::Replicas(step) => step.run(round, &mut memories),
+            Kind::Difference(step) => {
+                step.run(round, &mut memories[0]);
+                Ok(())
+            }
+            Kind::Outer(step, begun) => {
+                step.run(round, &mut self.stages[*begun].memories()[0], &mut memories);
+                Ok(())
+            }
+            Kind::Momentum(step) => {
+                step.forward(round, &mut memories[0]);
+                Ok(())
+            }
+            Kind::Gradient(begun) => {
+                if let Stage { work: Kind::Momentum(step), .. } = &self.stages[*begun] {
+                    step.back(round, &mut self.stages[*begun].memories()[0]);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    /// Takes the weights in a bucket, which all ranks have alike, as where anchors and copies begin.
+    pub fn begin(&self, buffer: Buffer) {
+        for stage in &self.stages {
+            if matches!(stage.work, Kind::Difference(_) | Kind::Replicas(_)) {
+                stage.memories().iter_mut().for_each(|memory| memory.take(buffer));
+            }
+        }
+    }
+
+    /// What steps keep of a slot.
+    pub fn saved(&self, slot: usize) -> Vec<Saved> {
+        let mut saved = Vec::new();
+        for (number, stage) in self.stages.iter().enumerate() {
+            saved.extend(stage.memories().iter_mut().map(|memory| Saved {
+                name: format!("{number}.{}", memory.name),
+                keeper: memory.keeper,
+                values: memory.slot(slot).to_vec(),
+            }));
+        }
+        saved
+    }
+
+    /// Takes over what [`Pipeline::saved`] gave. Gives how many numbers there should have been, if not so many.
+    pub fn restore(&self, slot: usize, name: &str, values: &[f32]) -> std::result::Result<(), usize> {
+        for (number, stage) in self.stages.iter().enumerate() {
+            for memory in stage.memories().iter_mut().filter(|memory| format!("{number}.{}", memory.name) == name) {
+                let room = memory.slot(slot);
+                if room.len() != values.len() {
+                    return Err(room.len());
+                }
+                room.copy_from_slice(values);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Stage {
+    fn memories(&self) -> MutexGuard<'_, Vec<Memory>> {
+        self.memories.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn check_dtype(step: &Step, dtype: DType) -> Result<()> {
+    match dtype {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        _ => Err(Error::invalid(format!(
+            "the step {} does not take {dtype}; try: float32, float16 or bfloat16 parameters, or another algorithm",
+            step.name()
+        ))),
+    }
+}
+
+/// Lets `work` at some elements of a bucket as f32, whatever their type.
+pub(super) fn with_floats<T>(buffer: Buffer, range: Range<usize>, work: impl FnOnce(&mut [f32]) -> T) -> T {
+    let (start, count) = (buffer.at(range.start), range.len());
+    if buffer.dtype == DType::F32 {
+        // SAFETY: the bucket is aligned, and nobody but its pipeline uses it while that runs.
+        return work(unsafe { std::slice::from_raw_parts_mut(start.cast::<f32>(), count) });
+    }
+    let mut values = vec![0f32; count];
+    // SAFETY: as above; the accumulators of short floats are f32, and there are as many.
+    unsafe { reduce::widen(start, values.as_mut_ptr().cast(), count, buffer.dtype) };
+    let result = work(&mut values);
+    // SAFETY: as above.
+    unsafe { reduce::seal(values.as_mut_ptr().cast(), &[start], count, buffer.dtype, None) };
+    result
+}

@@ -1,0 +1,545 @@
+//! The scheduler of a model: its buckets go out in the agreed order, on a thread of their own, while backward goes on.
+//!
+//! ```text
+//! hook of autograd  ─▶ mark_ready      writes "used", counts; wakes the thread when a bucket is complete
+//! communication     ─▶ next ─▶ Pipeline::run ─▶ next …              holds no lock while a bucket is under way
+//! end of backward   ─▶ missing, mark_absent ─▶ finish               waits for the round, gives its error
+//! ```
+//! Between hosts two threads take buckets in turn, each in a group of its own: while the last pieces of one bucket are summed
+//! and sent back, the wire carries the next.
+//!
+//! In the first round nothing goes out before the end of backward: the order in which gradients become ready is observed,
+//! and [`Scheduler::rebucket`] makes the final buckets of it.
+
+mod built;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
+use std::time::Duration;
+
+use offbeat_transport::mesh::Mesh;
+use offbeat_transport::shm::arena::Piece;
+use offbeat_transport::trace::{self, Span, What};
+use offbeat_transport::{Interrupt, SLICE, fork};
+
+use built::Built;
+
+use crate::algorithm::{self, Description, Round, Saved};
+use crate::bucket::{Bucket, Plan, Sizes, Tensor};
+use crate::buffer::{Buffer, Shaped};
+use crate::call::Call;
+use crate::coding::{Count, Tally};
+use crate::dtype::{DType, Op};
+use crate::event::{Output, Queue, guarded};
+use crate::group::{Group, Terms, Work};
+use crate::readiness::Marked;
+use crate::{Error, Kind, Result};
+
+/// How long a bucket may take.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// In the first round, when other ranks may still compile or load data.
+    pub first: Duration,
+    /// Later.
+    pub rest: Duration,
+}
+
+/// What a scheduler has done so far.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    /// Rounds that ended well.
+    pub rounds: u64,
+    /// Time in which buckets were under way.
+    pub communication: Duration,
+    /// Time for which the end of backward waited.
+    pub exposed: Duration,
+}
+
+#[derive(Default)]
+struct State {
+    step: u64,
+    /// Buckets of this round that are done, for each lane.
+    done: Vec<usize>,
+    /// Whether buckets wait for the end of backward.
+    held: bool,
+    /// Tensors that have no value here in this round.
+    absent: Vec<usize>,
+    /// Blocks that were not finite, up to the last round.
+    non_finite: u64,
+    failed: Option<Error>,
+    stop: bool,
+}
+
+impl State {
+    /// Buckets of this round that are done.
+    fn done(&self) -> usize {
+        self.done.iter().sum()
+    }
+}
+
+struct Shared {
+    /// Bucket n goes through lane n modulo their number; all else goes through the first.
+    lanes: Vec<Group>,
+    /// The number that the trace knows the model by.
+    model: u32,
+    tensors: Vec<Tensor>,
+    description: Description,
+    limits: Limits,
+    /// Replaced between rounds only; whoever reads it holds it for a moment.
+    built: RwLock<Arc<Built>>,
+    state: Mutex<State>,
+    /// Rung when a bucket is complete, a bucket is done, or the scheduler stops.
+    bell: Condvar,
+    communication: AtomicU64,
+    exposed: AtomicU64,
+    /// What codecs have done.
+    tally: Arc<Tally>,
+}
+
+/// The scheduler of a model. Dropping it ends its thread.
+pub struct Scheduler(Arc<Shared>);
+
+impl Scheduler {
+    /// Starts a scheduler. Until it has seen the first round, buckets follow the reverse order of the tensors, in which
+    /// gradients usually become ready.
+    pub(crate) fn start(
+        lanes: Vec<Group>,
+        model: u32,
+        tensors: Vec<Tensor>,
+        description: Description,
+        sizes: Sizes,
+        limits: Limits,
+    ) -> Result<Self> {
+        if tensors.is_empty() {
+            return Err(Error::invalid("there is nothing to train: no tensors; try: a model with parameters"));
+        }
+        let order: Vec<usize> = (0..tensors.len()).rev().collect();
+        let plan = Plan::new(&tensors, &order, &vec![false; tensors.len()], sizes, description.grain())?;
+        let built = Built::new(plan, &tensors, &description, &lanes[0])?;
+        let shared = Arc::new(Shared {
+            model,
+            tensors,
+            description,
+            limits,
+            built: RwLock::new(Arc::new(built)),
+            state: Mutex::new(State { held: true, done: vec![0; lanes.len()], ..State::default() }),
+            lanes,
+            bell: Condvar::new(),
+            communication: AtomicU64::new(0),
+            exposed: AtomicU64::new(0),
+            tally: Arc::default(),
+        });
+        let scheduler = Scheduler(shared);
+        for lane in 0..scheduler.0.lanes.len() {
+            let serving = Arc::clone(&scheduler.0);
+            std::thread::Builder::new()
+                .name("offbeat-train".to_owned())
+                .spawn(move || serving.serve(lane))
+                .map_err(|e| Error::io("cannot start a thread", e))?;
+        }
+        Ok(scheduler)
+    }
+
+    /// The group for everything but buckets.
+    pub fn group(&self) -> &Group {
+        &self.0.lanes[0]
+    }
+
+    /// The buckets, and the memory of each.
+    pub fn buckets(&self) -> Vec<(Bucket, Arc<Piece>)> {
+        let built = self.0.built();
+        built.plan.buckets.iter().cloned().zip(built.memory.iter().cloned()).collect()
+    }
+
+    /// Says that a tensor's value is in its slot. Called by autograd's threads.
+    pub fn mark_ready(&self, tensor: usize) -> Result<()> {
+        let built = self.0.built();
+        if tensor >= self.0.tensors.len() {
+            return Err(Error::invalid(format!("there is no tensor {tensor}")));
+        }
+        if !built.readiness.is_marked(tensor) {
+            let (used, dtype) = built.used(tensor);
+            // SAFETY: the number is not under way before all tensors of its bucket are marked; this one is written by
+            // whoever marks this tensor.
+            unsafe { std::ptr::copy_nonoverlapping(dtype.one().as_ptr(), used, dtype.size()) };
+        }
+        self.0.marked(&built, built.readiness.mark(tensor), tensor)
+    }
+
+    /// Says that a tensor has no value in this round: it counts as zero, and as unused.
+    pub fn mark_absent(&self, tensor: usize) -> Result<()> {
+        let built = self.0.built();
+        if tensor >= self.0.tensors.len() || built.readiness.is_marked(tensor) {
+            return Err(Error::invalid(format!("tensor {tensor} cannot be absent")));
+        }
+        let (used, dtype) = built.used(tensor);
+        let (bucket, range) = built.place_of(tensor, self.0.tensors[tensor].count);
+        let start = built.buffer(bucket).at(range.start);
+        // SAFETY: both ranges lie in the bucket, which is not under way before all its tensors are marked.
+        unsafe {
+            std::ptr::write_bytes(start, 0, self.0.tensors[tensor].count * self.0.tensors[tensor].dtype.size());
+            std::ptr::write_bytes(used, 0, dtype.size());
+        }
+        self.0.state().absent.push(tensor);
+        self.0.marked(&built, built.readiness.mark(tensor), tensor)
+    }
+
+    /// The tensors that were neither marked nor absent in this round.
+    pub fn missing(&self) -> Vec<usize> {
+        self.0.built().readiness.missing()
+    }
+
+    /// Whether a round is under way: something was marked and it has not been finished.
+    pub fn has_begun(&self) -> bool {
+        self.0.built().readiness.has_begun()
+    }
+
+    /// Ends the round: waits until all buckets are done. Gives the tensors that are absent here but have a value now,
+    /// because some other rank used them.
+    pub fn finish(&self, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<usize>> {
+        if fork::in_child() {
+            return Err(Error::new(
+                Kind::NotInitialized,
+                "this process was forked from a rank and cannot train with it; try: train in the parent",
+            ));
+        }
+        let shared = &*self.0;
+        let built = shared.built();
+        let missing = built.readiness.missing();
+        if let Some(first) = missing.first() {
+            return Err(Error::invalid(format!(
+                "{} tensors are not ready, {} among them",
+                missing.len(),
+                shared.tensors[*first].name
+            )));
+        }
+        for tensor in built.readiness.late() {
+            shared.marked(&built, built.readiness.mark_late(tensor), tensor)?;
+        }
+        let began = trace::now();
+        let mut state = shared.state();
+        state.held = false;
+        shared.bell.notify_all();
+        while state.failed.is_none() && state.done() < built.plan.buckets.len() {
+            state = shared.bell.wait_timeout(state, SLICE).unwrap_or_else(PoisonError::into_inner).0;
+            if let Some(interrupt) = interrupt
+                && state.failed.is_none()
+                && state.done() < built.plan.buckets.len()
+            {
+                drop(state);
+                if let Err(error) = interrupt() {
+                    // the others wait for buckets of ours that will never come
+                    shared.abandon(&error);
+                    return Err(error);
+                }
+                state = shared.state();
+            }
+        }
+        if let Some(error) = &state.failed {
+            return Err(error.clone());
+        }
+        let non_finite = shared.tally.count().non_finite;
+        let apart = built.apart(non_finite > state.non_finite);
+        state.non_finite = non_finite;
+        // weights always have a value, and nobody waits for ranks that are not its peers
+        if let Some(tensor) = apart.filter(|_| shared.description.what == algorithm::What::Gradients) {
+            drop(state);
+            shared.call(Call::AllReduce { tensor, op: Op::Bor, coding: None }, None, interrupt)?;
+            state = shared.state();
+        }
+        let ended = trace::now();
+        shared.exposed.fetch_add(ended - began, Ordering::Relaxed);
+        shared.record(What::Wait, state.step, began, ended, 0);
+        let absent = std::mem::take(&mut state.absent);
+        // also where the first round was not that of step 0, because training went on from a checkpoint
+        shared.lanes.iter().for_each(|group| group.set_limit(shared.limits.rest));
+        state.done.fill(0);
+        state.step += 1;
+        built.readiness.reset();
+        drop(state);
+        let has_value = |tensor: &usize| {
+            let (used, dtype) = built.used(*tensor);
+            // SAFETY: the number is not under way any more.
+            unsafe { std::slice::from_raw_parts(used, dtype.size()) }.iter().any(|byte| *byte != 0)
+        };
+        Ok(absent.into_iter().filter(has_value).collect())
+    }
+
+    /// Forgets a round that backward has not ended (it raised). What has gone out cannot be called back, so then the group
+    /// is given up, and all ranks are told why.
+    pub fn reset(&self, why: &str) -> Result<()> {
+        let built = self.0.built();
+        let mut state = self.0.state();
+        if let Some(error) = &state.failed {
+            return Err(error.clone());
+        }
+        let lanes = 0..self.0.lanes.len().min(built.plan.buckets.len());
+        let on_its_way = state.done() > 0 || lanes.into_iter().any(|bucket| built.readiness.is_complete(bucket));
+        if !state.held && on_its_way {
+            drop(state);
+            let card = self.0.mesh().roster().card(self.0.mesh().me());
+            let message = format!(
+                "{} has sent a part of its gradients and not the rest: {why}; try: let an exception in backward end the \
+                 process, or wrap the optimizer again on every rank",
+                card.name()
+            );
+            let error =
+                Error { cause: why.to_owned(), ..Error::of_rank(Kind::PeerFailed, card.rank, &card.host, message) };
+            return Err(self.0.abandon(&error));
+        }
+        state.absent.clear();
+        built.readiness.reset();
+        Ok(())
+    }
+
+    /// The order in which tensors became ready in the round under way, and those that became so again.
+    pub fn observed(&self) -> (Vec<usize>, Vec<bool>) {
+        self.0.built().readiness.observed()
+    }
+
+    /// Makes new buckets, between rounds. All ranks follow rank 0's order and sizes; a tensor is late if it is on any rank.
+    /// Values in the old buckets are the caller's to keep.
+    pub fn rebucket(
+        &self,
+        order: &[usize],
+        late: &[bool],
+        sizes: Sizes,
+        interrupt: Option<&Interrupt<'_>>,
+    ) -> Result<()> {
+        let shared = &*self.0;
+        if let Some(error) = &shared.state().failed {
+            return Err(error.clone());
+        }
+        if shared.built().readiness.has_begun() {
+            return Err(Error::invalid("buckets cannot change while a round is under way"));
+        }
+        let mut agreed: Vec<u64> = [sizes.first, sizes.rest].iter().chain(order).map(|value| *value as u64).collect();
+        let first = Some(shared.limits.first);
+        shared.call(Call::Broadcast { tensor: words(&mut agreed), src: 0 }, first, interrupt)?;
+        let mut late: Vec<u64> = late.iter().map(|late| u64::from(*late)).collect();
+        shared.call(Call::AllReduce { tensor: words(&mut late), op: Op::Max, coding: None }, first, interrupt)?;
+        let sizes = Sizes { first: agreed[0] as usize, rest: agreed[1] as usize };
+        let order: Vec<usize> = agreed[2..].iter().map(|tensor| *tensor as usize).collect();
+        let late: Vec<bool> = late.iter().map(|late| *late != 0).collect();
+        let plan = Plan::new(&shared.tensors, &order, &late, sizes, shared.description.grain())?;
+        shared.agree_on(&plan, interrupt)?;
+        // the old memory goes first, where the caller has let go of it
+        let kept = shared.built().movable();
+        shared.replace(Built::default());
+        let built = Built::new(plan, &shared.tensors, &shared.description, &shared.lanes[0])?;
+        for (tensor, Saved { name, values, .. }) in kept {
+            built.restore(tensor, &name, &values, &shared.tensors)?;
+        }
+        shared.replace(built);
+        Ok(())
+    }
+
+    /// Whether buckets wait for the end of backward, as in the first round.
+    pub fn hold(&self, held: bool) {
+        self.0.state().held = held;
+    }
+
+    /// What codecs have done so far.
+    pub fn coded(&self) -> Count {
+        self.0.tally.count()
+    }
+
+    /// Goes on counting steps from here, as a run that was interrupted would have.
+    pub fn resume(&self, step: u64) {
+        self.0.state().step = step;
+    }
+
+    /// Whether any rank met a value that is not finite where it had to be encoded, in the last round.
+    pub fn was_non_finite(&self) -> bool {
+        self.0.built().non_finite()
+    }
+
+    /// Takes the weights that lie in the buckets, which all ranks have alike, as where anchors and copies begin.
+    pub fn begin(&self) {
+        let built = self.0.built();
+        for (bucket, pipeline) in built.pipelines.iter().enumerate() {
+            pipeline.begin(built.buffer(bucket));
+        }
+    }
+
+    /// What steps keep of a tensor, between rounds.
+    pub fn saved(&self, tensor: usize) -> Vec<Saved> {
+        self.0.built().saved(tensor)
+    }
+
+    /// Takes over what [`Scheduler::saved`] gave in an earlier run.
+    pub fn restore(&self, tensor: usize, name: &str, values: &[f32]) -> Result<()> {
+        self.0.built().restore(tensor, name, values, &self.0.tensors)
+    }
+
+    /// What has been done so far.
+    pub fn totals(&self) -> Totals {
+        let time = |counter: &AtomicU64| Duration::from_nanos(counter.load(Ordering::Relaxed));
+        let rounds = self.0.state().step;
+        Totals { rounds, communication: time(&self.0.communication), exposed: time(&self.0.exposed) }
+    }
+}
+
+impl Drop for Scheduler {
+    fn drop(&mut self) {
+        if fork::in_child() {
+            return;
+        }
+        self.0.state().stop = true;
+        self.0.bell.notify_all();
+        // nobody waits for the others to do the same: their schedulers may live on, or go when their interpreter feels so
+        for group in &self.0.lanes {
+            if let Err(error) = group.enqueue(Work { call: Call::Close, keep: None }, None) {
+                log::debug!("closing a group of a model: {error}");
+            }
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn built(&self) -> Arc<Built> {
+        Arc::clone(&self.built.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn replace(&self, built: Built) {
+        *self.built.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(built);
+    }
+
+    fn mesh(&self) -> &Mesh {
+        self.lanes[0].mesh()
+    }
+
+    /// Gives up all lanes: every rank raises the story.
+    fn abandon(&self, error: &Error) -> Error {
+        let mut stories = self.lanes.iter().map(|group| group.abandon(error));
+        let story = stories.next();
+        stories.for_each(drop);
+        story.unwrap_or_else(|| error.clone())
+    }
+
+    fn call(&self, call: Call, limit: Option<Duration>, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
+        self.lanes[0].run_on(Work { call, keep: None }, &Terms { interrupt, limit, purpose: None })
+    }
+
+    /// Makes sure that all ranks have made the same plan.
+    fn agree_on(&self, plan: &Plan, interrupt: Option<&Interrupt<'_>>) -> Result<()> {
+        let mut mine = [plan.hash(&self.tensors)];
+        let gather = Call::AllGather { tensor: words(&mut mine) };
+        let hashes = self.call(gather, Some(self.limits.first), interrupt)?;
+        let differs = hashes.iter().position(|theirs| theirs.bytes() != mine[0].to_le_bytes());
+        match differs {
+            None => Ok(()),
+            Some(member) => {
+                let card = self.mesh().roster().card(member as u32);
+                let error = Error::of_rank(
+                    Kind::Mismatch,
+                    card.rank,
+                    &card.host,
+                    format!("{} has planned other buckets; try: the same version and model on every rank", card.name()),
+                );
+                Err(self.abandon(&error))
+            }
+        }
+    }
+
+    fn marked(&self, built: &Built, marked: Marked, tensor: usize) -> Result<()> {
+        match marked {
+            Marked::Waiting | Marked::Again { complete: false } => Ok(()),
+            Marked::Complete(bucket) => {
+                built.ready[bucket].store(trace::now(), Ordering::Relaxed);
+                // under the lock, so that the thread is either waiting or will look again
+                let _state = self.state();
+                self.bell.notify_all();
+                Ok(())
+            }
+            Marked::Again { complete: true } if self.state().held => Ok(()),
+            Marked::Again { complete: true } => Err(Error::invalid(format!(
+                "parameter {} got another gradient in the same backward after its bucket had been sent; try: \
+                 checkpoint(use_reentrant=False), or wrap the model when its first backward is like all others",
+                self.tensors[tensor].name
+            ))),
+        }
+    }
+
+    /// A communication thread: one bucket of its lane after another, until the scheduler is dropped.
+    fn serve(&self, lane: usize) {
+        while let Some((built, bucket, step)) = self.next(lane) {
+            let began = trace::now();
+            let result = self.exchange(&built, lane, bucket, step);
+            let (ended, bytes) = (trace::now(), built.plan.buckets[bucket].bytes() as u64);
+            self.communication.fetch_add(ended - began, Ordering::Relaxed);
+            let number = bucket as u32;
+            let ready = built.ready[bucket].load(Ordering::Relaxed);
+            self.record(What::Queued { bucket: number }, step, ready, began, bytes);
+            self.record(What::Reduce { bucket: number }, step, began, ended, bytes);
+            // dropped before the others are told: a rebuild must find the memory free
+            drop(built);
+            let mut state = self.state();
+            match result {
+                Ok(()) => state.done[lane] += 1,
+                Err(error) if state.failed.is_none() => {
+                    state.failed = Some(error.clone());
+                    drop(state);
+                    // the other lanes of this and all ranks wait for buckets that will never come
+                    self.abandon(&error);
+                }
+                Err(_) => {}
+            }
+            self.bell.notify_all();
+        }
+    }
+
+    /// Waits for the next bucket of a lane in the agreed order to be complete.
+    fn next(&self, lane: usize) -> Option<(Arc<Built>, usize, u64)> {
+        let mut state = self.state();
+        loop {
+            if state.stop {
+                return None;
+            }
+            if !state.held && state.failed.is_none() {
+                let (built, bucket) = (self.built(), state.done[lane] * self.lanes.len() + lane);
+                if bucket < built.plan.buckets.len() && built.readiness.is_complete(bucket) {
+                    return Some((built, bucket, state.step));
+                }
+            }
+            state = self.bell.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    fn record(&self, what: What, step: u64, begin: u64, end: u64, bytes: u64) {
+        self.mesh().trace().record(Span { what, model: self.model, step, begin, end, bytes });
+    }
+
+    fn exchange(&self, built: &Built, lane: usize, bucket: usize, step: u64) -> Result<()> {
+        let purpose = || self.label(&built.plan, bucket, step);
+        let terms = Terms { interrupt: None, limit: None, purpose: Some(&purpose) };
+        let (buffer, group) = (built.buffer(bucket), &self.lanes[lane]);
+        let ran = |begin, end| self.record(What::Python { bucket: bucket as u32 }, step, begin, end, 0);
+        let round = Round { buffer, group, terms: &terms, step, tally: &self.tally, ran: &ran };
+        let result = guarded(|| built.pipelines[bucket].run(&round));
+        result.map_err(|error| match error.message.contains("bucket") {
+            true => error,
+            false => Error { message: format!("{} (while this rank was in {})", error.message, purpose()), ..error },
+        })
+    }
+
+    /// A bucket of a step, by the names of its parameters.
+    fn label(&self, plan: &Plan, bucket: usize, step: u64) -> String {
+        let slots = &plan.buckets[bucket].slots;
+        let names: Vec<&str> = slots.iter().take(3).map(|slot| self.tensors[slot.tensor].name.as_str()).collect();
+        let more = match slots.len() - names.len() {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        format!("bucket {bucket} ({}{more}) of step {step}", names.join(", "))
+    }
+}
+
+fn words(values: &mut [u64]) -> Shaped {
+    let buffer = Buffer::host(values.as_mut_ptr().cast(), values.len(), DType::U64);
+    Shaped { buffer, shape: vec![values.len() as u64] }
+}
