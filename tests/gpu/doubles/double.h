@@ -1,0 +1,29 @@
+// What the doubles offer to tests and to each other, besides the functions of the libraries that they stand in for.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+// A kernel by its name, as it runs on a CPU. Arguments that are pointers arrive as addresses of this process.
+typedef void (*fakecuda_kernel)(const unsigned grid[3], const unsigned block[3], void **arguments, void *user);
+
+// Makes a kernel known: the sizes of its arguments, and which of them are pointers. PTX that declares others is refused.
+int fakecuda_register(const char *name, uint32_t count, const uint32_t *sizes, const uint8_t *pointers,
+                      fakecuda_kernel run, void *user);
+
+// How often something was done: a function by its name, or "kernels", "host synchronizations".
+long fakecuda_count(const char *what);
+// How much is alive: memory, streams, events, modules and retained contexts.
+long fakecuda_alive(void);
+
+// For the double of NCCL: memory of the device as the host sees it, or null if it is not so long; work on a stream; and
+// whether the work that is running waits for a peer.
+void *fakecuda_host(uint64_t address, size_t bytes);
+int fakecuda_push(void *stream, void (*work)(void *), void *argument);
+void fakecuda_waiting(int is);
+
+long fakenccl_count(const char *what);
+long fakenccl_alive(void);
+}

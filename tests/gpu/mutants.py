@@ -1,0 +1,96 @@
+"""Faulty kernels, and the jobs by which they are found.
+
+A file of tests/gpu/mutants is a patch. Before it stand the story, and how it is found:
+
+    # lanes read what others have not written yet
+    # check: thread; kernel: one_bit.cu; symptom: data race
+"""
+
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu import codec_jobs, top_k_jobs
+from gpu.codec_jobs import CODECS, TYPES
+from gpu.job import Job
+
+FOLDER = Path(__file__).resolve().parent / "mutants"
+KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+FILES = {"cast.cu": ["float16", "bfloat16"], "min_max8.cu": ["minmax8"], "int4.cu": ["int4"], "qsgd.cu": ["qsgd"],
+         "one_bit.cu": ["onebit"]}  # fmt: skip
+
+
+def codec_jobs_of(codec: str) -> list[tuple[str, Job]]:
+    jobs = [(f"{codec} {dtype}", codec_jobs.codec_job(codec, dtype, skew=skew)) for dtype in TYPES for skew in (0, 1)]
+    jobs.append((f"{codec} average", codec_jobs.average_job(codec, 3)))
+    jobs.append((f"{codec} average of one", codec_jobs.average_job(codec, 1, with_residual=False)))
+    return jobs
+
+
+def top_k_jobs_of() -> list[tuple[str, Job]]:
+    jobs = [(f"top_k {dtype}", top_k_jobs.top_k_job(dtype, fed, tile, skew))
+            for dtype in TYPES for fed, tile, skew in ((False, 16384, 0), (True, 256, 1))]  # fmt: skip
+    return [*jobs, ("top_k of equal values", top_k_jobs.hard_job()), ("strangers", top_k_jobs.stranger_job())]
+
+
+def all_jobs() -> list[tuple[str, Job]]:
+    """Everything, on all golden vectors."""
+    jobs = [job for codec in CODECS for job in codec_jobs_of(codec)]
+    jobs += [(f"divide {dtype}", codec_jobs.divide_job(dtype, skew)) for dtype in TYPES for skew in (0, 1)]
+    jobs += [
+        (f"mix {pair}", codec_jobs.mix_job(*pair, weighted)) for pair in codec_jobs.MIXES for weighted in (False, True)
+    ]
+    return [*jobs, ("counted", codec_jobs.counted_job()), *top_k_jobs_of()]
+
+
+def race_jobs(kernel: str | None = None) -> list[tuple[str, Job]]:
+    """Little work that makes threads meet: the thread sanitizer is slow, and values do not matter to it."""
+    jobs = []
+    for file, codecs in FILES.items():
+        if kernel in (None, file):
+            cases = ["odd_length", "not_finite"] if file == "one_bit.cu" else ["odd_length"]
+            jobs += [(f"{codec}", codec_jobs.codec_job(codec, "f32", cases, tile=4096)) for codec in codecs]
+            jobs += [(f"{codec} average", codec_jobs.average_job(codec, 3, cases)) for codec in codecs]
+    if kernel in (None, "top_k.cu"):
+        jobs.append(("top_k", top_k_jobs.top_k_job("f32", True, 1024, cases=["odd_length", "not_finite"])))
+    return jobs
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    story: str
+    check: str
+    kernel: str
+    symptom: str
+    path: Path
+
+    @property
+    def sanitizer(self) -> str | None:
+        return None if self.check in ("plain", "ptx") else self.check
+
+    def apply(self, folder: Path) -> None:
+        """Copies the sources and spoils them."""
+        folder.mkdir(parents=True)
+        for path in [*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")]:
+            shutil.copy(path, folder)
+        subprocess.run(["patch", "-p2", "--quiet", "--fuzz=0", "-d", str(folder), "-i", str(self.path)], check=True)
+
+    def jobs(self) -> list[tuple[str, Job]]:
+        if self.check == "thread":
+            return race_jobs(self.kernel)
+        if self.kernel == "top_k.cu":
+            return top_k_jobs_of()
+        return [job for codec in FILES[self.kernel] for job in codec_jobs_of(codec)]
+
+
+def found(ptx: bool = False) -> list[Mutant]:
+    """The mutants that the shim finds, or those that only the PTX shows."""
+    every = []
+    for path in sorted(FOLDER.glob("*.diff")):
+        story, how = re.match(r"# (.*)\n# (.*)\n", path.read_text(encoding="utf-8")).groups()
+        fields = dict(part.split(": ", 1) for part in how.split("; "))
+        every.append(Mutant(path.stem, story, fields["check"], fields["kernel"], fields.get("symptom", ""), path))
+    return [one for one in every if (one.check == "ptx") == ptx]

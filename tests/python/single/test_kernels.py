@@ -1,0 +1,199 @@
+"""The kernels for GPUs, checked without one: docs/kernels.md tells what each check finds."""
+
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gpu import codec_jobs, golden, mutants, reference, shim, top_k_jobs, traffic
+from gpu.codec_jobs import CODECS, TYPES
+from gpu.job import canonical
+from gpu.ptx import Module
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "kernels"))
+import compile as toolchain  # noqa: E402
+
+can_build = pytest.mark.skipif(
+    shutil.which("g++") is None or platform.machine() != "x86_64",
+    reason="kernels run on a CPU where there are g++ and x86-64 only",
+)
+needs_nvrtc = pytest.mark.skipif(
+    toolchain.find_nvrtc() is None,
+    reason="NVRTC 12.0 is not installed; try: pip install nvidia-cuda-nvrtc-cu12==12.0.140",
+)
+needs_ptxas = pytest.mark.skipif(toolchain.find_ptxas() is None, reason="there is no ptxas; try: pip install triton")
+SANITIZERS = ["plain", "address", "thread"]
+# building takes its time where others build too
+slow_to_build = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def runners(tmp_path_factory):
+    """The runner for a sanitizer, built when it is first asked for."""
+    built = {}
+
+    def runner(sanitizer: str) -> Path:
+        if sanitizer not in built:
+            folder = tmp_path_factory.mktemp(sanitizer)
+            built[sanitizer] = shim.build(folder, None if sanitizer == "plain" else sanitizer)
+        return built[sanitizer]
+
+    return runner
+
+
+@pytest.fixture(scope="module")
+def module() -> Module:
+    return Module(*toolchain.committed().values())
+
+
+def test_the_reference_gives_the_golden_vectors():
+    for codec in CODECS:
+        for case in golden.CASES:
+            values, numbers = golden.values(case), golden.numbers(codec)
+            data = reference.encode(codec, values, golden.STREAM, numbers)
+            fed, left = reference.encode_residual(codec, values, golden.residual(case), golden.STREAM, numbers)
+            decoded = reference.decode(codec, data, len(values))
+            assert data == golden.section(codec, case, "encoded"), (codec, case)
+            assert fed == golden.section(codec, case, "encoded with residual"), (codec, case)
+            for got, what in ((decoded, "decoded"), (left, "residual after")):
+                assert canonical(got.tobytes(), "f32").tobytes() == golden.section(codec, case, what), (
+                    codec,
+                    case,
+                    what,
+                )
+    for case in golden.CASES:
+        values, residual = golden.values(case), golden.residual(case)
+        chosen = top_k_jobs.chosen_of(len(values), golden.RATIO)
+        assert top_k_jobs.select(values, None, chosen)[0] == golden.section("top_k", case, "encoded"), case
+        fed, left = top_k_jobs.select(values, residual, chosen)
+        assert fed == golden.section("top_k", case, "encoded with residual"), case
+        assert canonical(left.tobytes(), "f32").tobytes() == golden.section("top_k", case, "residual after"), case
+
+
+@can_build
+@slow_to_build
+@pytest.mark.parametrize("sanitizer", ["plain", "address"])
+def test_sources_on_a_cpu(runners, sanitizer):
+    for name, job in mutants.all_jobs():
+        assert shim.faults(runners(sanitizer), job) == [], name
+
+
+@can_build
+@slow_to_build
+def test_no_races(runners):
+    for name, job in mutants.race_jobs():
+        assert shim.faults(runners("thread"), job) == [], name
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_committed_ptx_of_codecs(module, codec, dtype):
+    jobs = [codec_jobs.codec_job(codec, dtype, skew=skew) for skew in (0, 1)]
+    if dtype == "f32":
+        jobs += [codec_jobs.average_job(codec, 3), codec_jobs.average_job(codec, 1, with_residual=False)]
+    for job in jobs:
+        assert job.faults(module.run(job)) == []
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_committed_ptx_of_the_rest(module, dtype):
+    jobs = [top_k_jobs.top_k_job(dtype, True, 512, 1), top_k_jobs.top_k_job(dtype, False), codec_jobs.divide_job(dtype)]
+    if dtype == "f32":
+        jobs += [top_k_jobs.hard_job(), top_k_jobs.stranger_job(), codec_jobs.counted_job()]
+        jobs += [codec_jobs.mix_job(*pair, weighted) for pair in codec_jobs.MIXES for weighted in (False, True)]
+    for job in jobs:
+        assert job.faults(module.run(job)) == []
+
+
+def test_every_kernel_is_run_and_moves_little_more_than_it_must(module):
+    rows = traffic.all_rows(module)
+    assert {row.kernel for row in rows} == set(module.entries)
+    assert [f"{row.kernel} {row.note}: {row.ratio:.3f}" for row in rows if not 1 <= row.ratio <= 1.1] == []
+    columns = [line.split(" | ")[:5] for line in toolchain.documented().split("\n")[2:]]
+    stated = {tuple(cell.strip("| ") for cell in line) for line in columns}
+    found = {
+        (f"`{row.kernel.removeprefix('offbeat_')}`" + (f" {row.note}" if row.note else ""),
+         *map(str, (row.read, row.written, row.least)), f"{row.ratio:.3f}")
+        for row in rows
+    }  # fmt: skip
+    assert found == stated, "docs/kernels.md is stale; try: make kernels"
+
+
+@can_build
+@slow_to_build
+def test_ptx_has_the_signatures_of_the_sources(runners, module):
+    """What is launched with addresses of arguments must have as many of the same sizes."""
+    listed = subprocess.run([runners("plain"), "--list"], check=True, capture_output=True, text=True).stdout
+    sizes = {line.split()[0]: [int(size) for size in line.split()[1:]] for line in listed.splitlines()}
+    bytes_of = {"u32": 4, "f32": 4, "u64": 8}
+    assert {name: [bytes_of[kind] for kind, _ in entry.params] for name, entry in module.entries.items()} == sizes
+
+
+def test_the_readme_names_every_kernel(module):
+    text = (ROOT / "kernels/README.md").read_text(encoding="utf-8")
+    patterns = [re.sub("<codec>", f"({'|'.join(CODECS)})", name) for name in re.findall(r"`(offbeat_[\w<>]+)`", text)]
+    patterns = [re.sub("<type>", f"({'|'.join(TYPES)})", name) for name in patterns]
+    assert [name for name in module.entries if not any(re.fullmatch(one, name) for one in patterns)] == []
+
+
+@needs_nvrtc
+def test_committed_ptx_is_what_the_sources_give():
+    nvrtc = toolchain.Nvrtc(toolchain.find_nvrtc())
+    assert nvrtc.version == toolchain.VERSION
+    given = toolchain.compiled(nvrtc)
+    stale = [name for name in given | toolchain.committed() if given.get(name) != toolchain.committed().get(name)]
+    assert stale == [], "try: make kernels"
+    for text in given.values():
+        assert ".version 8.0" in text
+        assert ".target sm_70" in text
+
+
+@pytest.mark.skipif(toolchain.find_nvrtc(old=False) is None, reason="torch came without NVRTC 13")
+def test_a_new_nvrtc_takes_the_sources():
+    nvrtc = toolchain.Nvrtc(toolchain.find_nvrtc(old=False))
+    for source in toolchain.sources():
+        assert ".entry offbeat_" in nvrtc.compile(source, "compute_90")
+
+
+@needs_ptxas
+def test_nothing_is_spilled():
+    for name, text in toolchain.committed().items():
+        for target in toolchain.TARGETS:
+            uses = toolchain.assemble(toolchain.find_ptxas(), text, target)
+            assert len(uses) == text.count(".entry"), (name, target)
+            assert {kernel: use for kernel, use in uses.items() if use.spilled} == {}, target
+
+
+@can_build
+@slow_to_build
+@pytest.mark.parametrize("mutant", mutants.found(), ids=lambda mutant: mutant.name)
+def test_faulty_kernels_are_refused(runners, tmp_path, mutant):
+    mutant.apply(tmp_path / "kernels")
+    runner = shim.rebuild(runners(mutant.check), tmp_path, mutant.sanitizer, tmp_path / "kernels", mutant.kernel)
+    caught = []
+    for _, job in mutant.jobs():
+        try:
+            caught += shim.faults(runner, job)
+        except shim.Stopped as stop:
+            caught.append(str(stop))
+        if caught:
+            break
+    assert caught, f"{mutant.name}: {mutant.story}, and nobody noticed"
+    assert re.search(mutant.symptom, caught[0]), caught[0]
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("name", ["plain_nan", "half_rounding"])
+def test_faulty_ptx_is_refused(tmp_path, name):
+    """What only the device's own instructions show."""
+    mutant = next(one for one in mutants.found(ptx=True) if one.name == name)
+    mutant.apply(tmp_path / "kernels")
+    text = toolchain.Nvrtc(toolchain.find_nvrtc()).compile(tmp_path / "kernels" / mutant.kernel)
+    job = codec_jobs.codec_job("float16", "f32")
+    assert job.faults(Module(text).run(job)) != []
+    assert np.isfinite(golden.values("ordinary")).all()
