@@ -3,11 +3,12 @@
 import offbeat
 
 offbeat.init()  # torchrun's environment; a world of one without it
-offbeat.all_reduce(tensor, "mean")
+optimizer = offbeat.DistributedOptimizer(optimizer, model)
 """
 
-from . import codecs, errors
+from . import algorithms, codecs, errors, steps, trace
 from ._core import __version__
+from .algorithms import Algorithm
 from .collectives import (
     all_gather,
     all_reduce,
@@ -21,18 +22,25 @@ from .collectives import (
     scatter,
     send,
 )
+from .consolidation import consolidate
 from .errors import OffbeatError
 from .group import Group
 from .handle import Handle
 from .memory import shared_empty
 from .objects import all_gather_object, broadcast_object
-from .runtime import host, init, is_initialized, local_rank, local_size, rank, shutdown, world_size
+from .optimizer import DistributedOptimizer
+from .parallel import DataParallel
+from .runtime import host, init, is_initialized, local_rank, local_size, rank, shutdown, stats, world_size
 
 __all__ = [
+    "Algorithm",
+    "DataParallel",
+    "DistributedOptimizer",
     "Group",
     "Handle",
     "OffbeatError",
     "__version__",
+    "algorithms",
     "all_gather",
     "all_gather_object",
     "all_reduce",
@@ -41,6 +49,7 @@ __all__ = [
     "broadcast",
     "broadcast_object",
     "codecs",
+    "consolidate",
     "errors",
     "gather",
     "host",
@@ -56,5 +65,8 @@ __all__ = [
     "send",
     "shared_empty",
     "shutdown",
+    "stats",
+    "steps",
+    "trace",
     "world_size",
 ]

@@ -9,6 +9,7 @@ from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from . import codecs, runtime
 from .errors import InvalidArgument
@@ -43,15 +44,10 @@ def all_reduce(
     # The short cut, where Python would otherwise take longer than the reduction itself. Everything else goes the long
     # way, which also finds the words for what is wrong.
     world = runtime.world
-    if (
-        group is None
-        and codec is None
-        and not async_op
-        and world is not None
-        and type(tensor) is Tensor
-        and world.try_all_reduce(tensor, op)
-    ):
-        return None
+    if group is None and codec is None and not async_op and world is not None and type(tensor) is Tensor:
+        increment_version(tensor)
+        if world.try_all_reduce(tensor, op):
+            return None
     core, _ = resolve(group)
     flat = writable(tensor)
     return in_place(core.all_reduce(flat, op, codecs.resolve(codec), async_op), tensor, flat, async_op)

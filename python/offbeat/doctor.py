@@ -69,13 +69,8 @@ def _versions(report: Report) -> None:
         ("kernel", f"{platform.system()} {platform.release()}"),
         ("libc", libc),
     ]
-    # Only told, not asked for: this version communicates from the CPU.
-    if torch.cuda.is_available():
-        report.versions.append(("CUDA", f"{torch.version.cuda}, {torch.cuda.device_count()} devices (not used yet)"))
-    else:
-        report.versions.append(("CUDA", "no device visible (not needed)"))
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    report.versions.append(("NCCL", "in torch (not used yet)" if nccl else "not in torch (not needed)"))
+    # Only told, not asked for: tensors on the CPU need none of it.
+    report.versions.append(("GPU", f"{_core.cuda_report()} (not needed on the CPU)"))
 
 
 def _machine(report: Report) -> None:

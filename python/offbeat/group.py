@@ -10,7 +10,8 @@ from .errors import InvalidArgument
 class Group:
     """Some ranks of the world. Every rank of the world makes it, members or not, in the same order as other groups.
 
-    Ranks are kept in ascending order, as in torch: `Group([3, 1])` is `Group([1, 3])`.
+    Ranks are kept in ascending order, as in torch: `Group([3, 1])` is `Group([1, 3])`. A group has a thread and some
+    shared memory until `close` or `offbeat.shutdown`; dropping the last reference does not end it.
     """
 
     __slots__ = ("_core", "_epoch", "_rank", "_ranks")
@@ -36,6 +37,16 @@ class Group:
     def size(self) -> int:
         """How many members there are."""
         return len(self._ranks)
+
+    def close(self) -> None:
+        """The last call of the group: every member makes it, and it waits for all calls before it. Frees what it holds.
+
+        Calls after it raise `InvalidArgument`. Ranks that are no members need not call it. Closing a group that has
+        failed raises its story, and leaves its memory to `offbeat.shutdown`. A second `close` does nothing, and so does
+        one after `shutdown`.
+        """
+        if runtime.is_initialized() and self._epoch == runtime.epoch:
+            runtime.current().close_group(self._core)
 
     def __repr__(self) -> str:
         return f"Group({list(self._ranks)})"

@@ -7,6 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.utils.dlpack import from_dlpack
 
 from . import _core
@@ -108,12 +109,17 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
 
 
 def writable(tensor: Tensor, name: str = "tensor") -> Tensor:
-    """As `readable`, for a tensor that is written: the copy must be copied back (`in_place`)."""
+    """As `readable`, for a tensor that is written: the copy must be copied back (`in_place`).
+
+    Autograd is told already here, since a call that fails may have written a part: what was saved for backward is
+    stale.
+    """
     flat = readable(tensor, name)
     if flat is not tensor and _overlaps(tensor):
         raise InvalidArgument(
             f"{name} is expanded or overlaps itself: several of its elements share one place; try {name}.clone()"
         )
+    increment_version(tensor)
     return flat
 
 
@@ -151,6 +157,9 @@ def in_place(
     def finish(_: list[object] | None) -> None:
         if flat is not tensor:
             tensor.detach().copy_(flat)
+        elif async_op:
+            # a graph may have saved it since the call was queued
+            increment_version(tensor)
 
     if async_op:
         return Handle(_ticket(result), (tensor, flat, *also), finish)

@@ -115,32 +115,32 @@ def find(store: Store | str | None, rank: int | None, world_size: int | None, ti
     return Place(_open("env://", rank, world_size, timeout), rank, world_size, os.environ["MASTER_ADDR"])
 
 
-def agree(place: Place, timeout: float) -> Store | None:
-    """The part of the store that belongs to this attempt alone; waits until all ranks have come.
+def agree(place: Place, timeout: float) -> tuple[Store | None, str]:
+    """The part of the store that belongs to this attempt alone, and its name; waits until all ranks have come.
 
     Each rank leaves a fresh nonce at `hello/<rank>`; rank 0 answers every nonce with the name of the attempt; the rank
     overwrites its hello with that name. Rank 0 is content when it reads its own name from everybody. Leftovers of
     earlier attempts are answered too, but nobody listens to that.
     """
     if place.store is None:
-        return None
+        return None, secrets.token_hex(8)
     run = os.environ.get("TORCHELASTIC_RUN_ID") or "none"
     root = PrefixStore(f"offbeat/{run}", place.store)
     store = Adapter(root)
     nonce = secrets.token_hex(8)
     if place.rank == 0:
         _gather(store, nonce, place.world_size, timeout)
-        return PrefixStore(nonce, root)
+        return PrefixStore(nonce, root), nonce
     store.set(f"hello/{place.rank}", nonce.encode())
     name = store.get(f"answer/{nonce}", timeout)
     if name is None:
         at = f" at {place.reach}" if place.reach else ""
         raise Timeout(
-            f"rank {place.rank}: rank 0 did not answer through the store{at} within {timeout:g} s; "
-            "check that it runs and calls offbeat.init(), or raise connect_timeout="
+            f"rank {place.rank}: rank 0 did not answer through the store{at} within {timeout:g} s, and may itself wait "
+            "for others; check that all ranks run and call offbeat.init(), or raise connect_timeout="
         )
     store.set(f"hello/{place.rank}", name)
-    return PrefixStore(name.decode(), root)
+    return PrefixStore(name.decode(), root), name.decode()
 
 
 def after_fork_in_child() -> None:

@@ -9,7 +9,8 @@ import traceback
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from . import _core, rendezvous, settings
+from . import _core, counters, metrics, rendezvous, settings
+from . import profile as profiles
 from .errors import InvalidArgument, NotInitialized
 
 if TYPE_CHECKING:
@@ -19,8 +20,12 @@ if TYPE_CHECKING:
 world: _core.Group | None = None
 # Counts successful inits, so that a Group from before a shutdown is recognised.
 epoch = 0
+# The name of this attempt: the same on all ranks, another one after each init.
+job = ""
 
 _runtime: _core.Runtime | None = None
+_metrics: metrics.Writer | None = None
+_profile: "profiles.Found | None" = None
 _forked = False
 _watches_forks = False
 _left_by_parent: list[object] = []
@@ -36,7 +41,7 @@ def init(
     timeout: float = settings.Default(30.0),
     token: str | bytes | None = None,
     interface: str | None = None,
-    profile: str | None = None,
+    profile: "str | os.PathLike[str] | None" = None,
     store: "Store | str | None" = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -52,11 +57,12 @@ def init(
         token: the job's secret; by default rank 0 makes one and spreads it through the store.
         interface: which network interfaces to use ("eth0", "^lo,docker", "10.0.0.0/8"); also OFFBEAT_SOCKET_IFNAME,
             then NCCL_SOCKET_IFNAME. By default the one that routes to the peer.
-        profile: reserved for tuning profiles.
+        profile: a file of `offbeat tune`; also ./offbeat-profile.json, then offbeat/profile.json in the user's
+            configuration ($XDG_CONFIG_HOME or ~/.config). Rank 0 prints which one it uses.
         store: a torch.distributed.Store, or a URL that torch.distributed.rendezvous knows; with rank and world_size.
         rank, world_size: by default torch.distributed's default group, or RANK and WORLD_SIZE.
     """
-    global _runtime, world, epoch
+    global _runtime, _profile, _metrics, world, epoch, job
     with _lock:
         _refuse_in_child()
         if _runtime is not None:
@@ -66,9 +72,11 @@ def init(
         timeout = settings.seconds("timeout", timeout)
         secret = settings.token(token)
         chosen = settings.interface(interface)
-        settings.profile(profile)
+        # whoever tunes begins without: a profile that is wrong or gone must not keep anyone from making a new one
+        found = None if os.environ.get("OFFBEAT_TUNE") else profiles.find(profile)
         place = rendezvous.find(store, rank, world_size, connect_timeout)
-        part = rendezvous.agree(place, connect_timeout)
+        target = settings.metrics(place.rank)
+        part, name = rendezvous.agree(place, connect_timeout)
         runtime = _core.Runtime(
             None if part is None else rendezvous.Adapter(part),
             place.rank,
@@ -82,20 +90,25 @@ def init(
         )
         world = runtime.world()
         epoch += 1
-        _runtime = runtime
+        _runtime, _profile, job = runtime, found, name
         _install()
+        if target is not None:
+            _metrics = metrics.Writer(target, lambda: counters.collect(runtime))
+        if found is not None and place.rank == 0:
+            sys.stderr.write(f"offbeat: {found}\n")
 
 
 def shutdown() -> None:
     """Leaves the world in good order. Does nothing when not initialised; `init` may be called again after it."""
-    global _runtime, world
+    global _runtime, _profile, world
     with _lock:
         _refuse_in_child()
         if _runtime is None:
             return
-        runtime, _runtime, world = _runtime, None, None
+        runtime, _runtime, _profile, world = _runtime, None, None, None
         _uninstall()
-        runtime.shutdown("it called offbeat.shutdown()")
+        _leave(runtime, "it called offbeat.shutdown()")
+        counters.models.clear()
 
 
 def is_initialized() -> bool:
@@ -126,6 +139,21 @@ def local_size() -> int:
 def host() -> str:
     """The name of this rank's host, the same for all ranks that share memory and network."""
     return current().host
+
+
+def profiled_bucket_bytes() -> int | None:
+    """The size of buckets that the profile in use says, if there is one."""
+    return None if _profile is None else _profile.profile.bucket_bytes
+
+
+def stats() -> counters.Stats:
+    """What this rank has done since `init`: bytes of each link, steps and seconds of each model, and their sums.
+
+    Seconds of communication are those during which a bucket was reduced; the exposed ones those during which the
+    backward pass was over and waited for it; hidden is the part of the communication that was not exposed, None while
+    there was none. Bytes are those of frames; what ranks read in the memory of their neighbours is not among them.
+    """
+    return counters.collect(current())
 
 
 def current() -> _core.Runtime:
@@ -163,13 +191,13 @@ def _uninstall() -> None:
 
 
 def _after_fork_in_child() -> None:
-    global _runtime, world, _forked, _lock
+    global _runtime, _metrics, world, _forked, _lock
     # Another thread of the parent may have held it.
     _lock = threading.RLock()
     if _runtime is not None:
         # Kept, not dropped: the threads and descriptors behind it are the parent's.
-        _left_by_parent.append((_runtime, world))
-        _runtime, world, _forked = None, None, True
+        _left_by_parent.append((_runtime, world, _metrics))
+        _runtime, _metrics, world, _forked = None, None, None, True
         _uninstall()
     rendezvous.after_fork_in_child()
 
@@ -195,4 +223,12 @@ def _quote(kind: type[BaseException], error: BaseException, trace: TracebackType
 def _at_exit(pid: int) -> None:
     if _runtime is not None and pid == os.getpid():
         with contextlib.suppress(Exception):
-            _runtime.shutdown("its interpreter exited")
+            _leave(_runtime, "its interpreter exited")
+
+
+def _leave(runtime: _core.Runtime, why: str) -> None:
+    global _metrics
+    writer, _metrics = _metrics, None
+    if writer is not None:
+        writer.stop()
+    runtime.shutdown(why)

@@ -3,8 +3,11 @@
 import math
 import operator
 import os
+from pathlib import Path
+from typing import Literal
 
-from .errors import InvalidArgument, Unsupported
+from . import files
+from .errors import InvalidArgument
 
 # In this order; the last one is NCCL's own, because whoever has set it has met the problem before.
 INTERFACE_VARIABLES = ("OFFBEAT_SOCKET_IFNAME", "OFFBEAT_INTERFACE", "NCCL_SOCKET_IFNAME")
@@ -54,6 +57,33 @@ def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: in
     return number
 
 
+# Small enough that the last bucket, which nothing hides, is soon there; large enough to fill the wire.
+BUCKET_BYTES = 8 << 20
+
+
+def bucket_bytes(value: object, profiled: int | None = None) -> int | Literal["auto"]:
+    """The size of buckets: from the call, else from OFFBEAT_BUCKET_BYTES, else from the profile, else the default."""
+    if value is None:
+        if os.environ.get("OFFBEAT_BUCKET_BYTES", "").strip().lower() == "auto":
+            return "auto"
+        given = whole("bucket_bytes", None, variables=("OFFBEAT_BUCKET_BYTES",), least=1)
+        return given or profiled or BUCKET_BYTES
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InvalidArgument(
+            f'bucket_bytes={value!r} must be a positive number of bytes or "auto"; try bucket_bytes={BUCKET_BYTES}'
+        )
+    return value
+
+
+def check_every(value: object) -> int | None:
+    """Once in how many steps the parameters of all ranks are compared; None for never."""
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+        return value
+    raise InvalidArgument(f"check_every={value!r} must be a positive number of steps; try check_every=100, or None")
+
+
 def token(value: str | bytes | None) -> bytes | None:
     """The job's secret. None lets rank 0 make one up and spread it through the store."""
     if value is None:
@@ -77,9 +107,17 @@ def interface(value: str | None) -> str | None:
     return value
 
 
-def profile(value: str | None) -> str | None:
-    """A tuning profile. Reserved: nothing writes one yet, and a file that is silently ignored would mislead."""
-    value = value or os.environ.get("OFFBEAT_PROFILE") or None
-    if value is not None:
-        raise Unsupported("this version reads no tuning profile; leave out profile= and unset OFFBEAT_PROFILE")
-    return None
+def metrics(rank: int) -> Path | None:
+    """Where to write metrics, nowhere by default. Its directory is made here, where the user can read why not."""
+    text = os.environ.get("OFFBEAT_METRICS") or None
+    if text is None:
+        return None
+    path = files.for_rank(text, rank)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        problem = "is a directory" if path.is_dir() else None
+    except OSError as error:
+        problem = f"cannot be written ({error.strerror})"
+    if problem is not None:
+        raise InvalidArgument(f"OFFBEAT_METRICS={text!r} {problem}; try OFFBEAT_METRICS=/tmp/offbeat-{{rank}}.prom")
+    return path

@@ -1,6 +1,7 @@
 //! Memory of ours as a tensor: a DLPack capsule whose deleter frees it and never touches Python.
 
 use std::ffi::{CStr, c_void};
+use std::sync::Arc;
 
 use offbeat_core::buffer::Owned;
 use offbeat_core::dtype::DType;
@@ -102,6 +103,7 @@ struct Holder {
 /// Who owns the bytes; only ever dropped.
 enum Memory {
     Piece(Piece),
+    Bucket(Arc<Piece>),
     Owned(Owned),
 }
 
@@ -111,9 +113,23 @@ pub(crate) fn owned(py: Python<'_>, mut tensor: Owned) -> PyResult<Py<PyAny>> {
     capsule(py, start, dtype, &shape, Memory::Owned(tensor))
 }
 
+/// A copy of some numbers.
+pub(crate) fn floats(py: Python<'_>, values: &[f32]) -> PyResult<Py<PyAny>> {
+    let mut tensor = Owned::new(DType::F32, vec![values.len() as u64]);
+    for (room, value) in tensor.bytes_mut().chunks_exact_mut(4).zip(values) {
+        room.copy_from_slice(&value.to_le_bytes());
+    }
+    owned(py, tensor)
+}
+
 /// Bytes in shared memory.
 pub(crate) fn shared(py: Python<'_>, piece: Piece) -> PyResult<Py<PyAny>> {
     capsule(py, piece.start(), DType::U8, &[piece.len() as u64], Memory::Piece(piece))
+}
+
+/// A bucket, which its scheduler uses too.
+pub(crate) fn bucket(py: Python<'_>, memory: Arc<Piece>, dtype: DType, count: usize) -> PyResult<Py<PyAny>> {
+    capsule(py, memory.start(), dtype, &[count as u64], Memory::Bucket(memory))
 }
 
 fn capsule(py: Python<'_>, start: *mut u8, dtype: DType, shape: &[u64], memory: Memory) -> PyResult<Py<PyAny>> {
@@ -147,6 +163,7 @@ unsafe extern "C" fn delete(managed: *mut Managed) {
     debug_assert_eq!(holder.shape.len(), holder.managed.tensor.ndim as usize);
     match holder.memory {
         Memory::Piece(piece) => drop(piece),
+        Memory::Bucket(piece) => drop(piece),
         Memory::Owned(tensor) => drop(tensor),
     }
 }

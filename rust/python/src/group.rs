@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use offbeat_core::call::Call;
+use offbeat_core::coding::Coding;
 use offbeat_core::dtype::Op;
 use offbeat_core::event::{Event, Output, Queue};
 use offbeat_core::group::Work;
@@ -15,7 +16,7 @@ use crate::tensor::{quick, view, views};
 
 /// A codec, checked and built once.
 #[pyclass(frozen, module = "offbeat._core")]
-pub(crate) struct Codec(&'static dyn codec::Codec);
+pub(crate) struct Codec(pub(crate) &'static dyn codec::Codec);
 
 #[pymethods]
 impl Codec {
@@ -117,7 +118,8 @@ impl Group {
         codec: Option<&Codec>,
         async_op: bool,
     ) -> PyResult<Reply> {
-        let call = Call::AllReduce { tensor: view(tensor)?, op: self::op(op)?, codec: codec.map(|codec| codec.0) };
+        let coding = codec.map(|codec| Coding::plain(codec.0));
+        let call = Call::AllReduce { tensor: view(tensor)?, op: self::op(op)?, coding };
         self.call(py, call, keep([tensor], async_op), async_op, false)
     }
 
@@ -126,7 +128,7 @@ impl Group {
     #[pyo3(signature = (tensor, op, /))]
     fn try_all_reduce(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, op: &str) -> PyResult<bool> {
         let Some(tensor) = quick(tensor) else { return Ok(false) };
-        let call = Call::AllReduce { tensor, op: self::op(op)?, codec: None };
+        let call = Call::AllReduce { tensor, op: self::op(op)?, coding: None };
         self.call(py, call, Vec::new(), false, false).map(|_| true)
     }
 

@@ -4,14 +4,20 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use offbeat_core::Error;
+use offbeat_core::algorithm::{self, Description, When};
+use offbeat_core::background::Agreed;
+use offbeat_core::bucket::Sizes;
 use offbeat_core::config::Config;
 use offbeat_core::engine::Engine;
 use offbeat_core::transport::rendezvous::Store;
+use offbeat_core::transport::trace::{Span, What};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{PyByteArray, PyDict};
 
+use crate::background::{self, Background};
 use crate::errors::{Caught, raise};
 use crate::group::Group;
+use crate::scheduler::{self, Scheduler};
 use crate::store::PyStore;
 use crate::tensor::view;
 use crate::{dlpack, logger};
@@ -19,6 +25,9 @@ use crate::{dlpack, logger};
 /// One rank's engine: its links, its groups and its shared memory.
 #[pyclass(frozen, module = "offbeat._core")]
 pub(crate) struct Runtime(Engine);
+
+/// Bytes of ranks.
+type ByRank<'py> = Vec<(u32, Bound<'py, PyByteArray>)>;
 
 fn seconds(name: &str, value: f64) -> PyResult<Duration> {
     Duration::try_from_secs_f64(value)
@@ -45,6 +54,9 @@ impl Runtime {
         reach: Option<String>,
     ) -> PyResult<Self> {
         logger::install(rank);
+        if log::log_enabled!(log::Level::Info) {
+            log::info!("{}", offbeat_cuda::library::report(false));
+        }
         let mut config = Config::from_environment(|name| std::env::var(name).ok()).map_err(raise)?;
         config.options.connect_timeout = seconds("connect_timeout", connect_timeout)?;
         config.timeout = seconds("timeout", timeout)?;
@@ -96,6 +108,84 @@ impl Runtime {
         py.detach(|| self.0.group(&ranks, Some(&|| caught.check_signals()))).map(Group).map_err(|e| caught.raise(e))
     }
 
+    #[pyo3(signature = (*, flat))]
+    fn lanes(&self, py: Python<'_>, flat: bool) -> PyResult<Vec<Group>> {
+        let caught = Caught::default();
+        let lanes = py.detach(|| self.0.lanes(flat, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))?;
+        Ok(lanes.into_iter().map(Group).collect())
+    }
+
+    #[pyo3(signature = (lanes, model, tensors, *, what, when, every, warmup, first, steps, bucket_bytes))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
+    fn scheduler(
+        &self,
+        lanes: Vec<PyRef<'_, Group>>,
+        model: u32,
+        tensors: Vec<(String, usize, usize, String)>,
+        what: &str,
+        when: &str,
+        every: u64,
+        warmup: u64,
+        first: Vec<(String, Bound<'_, PyDict>)>,
+        steps: Vec<(String, Bound<'_, PyDict>)>,
+        bucket_bytes: usize,
+    ) -> PyResult<Scheduler> {
+        let tensors = tensors.into_iter().map(scheduler::tensor).collect::<PyResult<Vec<_>>>()?;
+        let (first, steps) = (scheduler::steps(first, self.0.rank())?, scheduler::steps(steps, self.0.rank())?);
+        let (what, when) = (algorithm::What::from_name(what).map_err(raise)?, When::from_name(when).map_err(raise)?);
+        let description = Description { what, when, every, warmup, first, steps };
+        let sizes = Sizes::new(bucket_bytes).map_err(raise)?;
+        let lanes = lanes.iter().map(|group| group.0.clone()).collect();
+        self.0.scheduler(lanes, model, tensors, description, sizes).map(Scheduler).map_err(raise)
+    }
+
+    #[pyo3(signature = (group, counts, method, arguments, *, period))]
+    fn background(
+        &self,
+        group: &Group,
+        counts: Vec<usize>,
+        method: &str,
+        arguments: &Bound<'_, PyDict>,
+        period: f64,
+    ) -> PyResult<Background> {
+        let description = background::description(method, arguments, period)?;
+        self.0.background(&group.0, &counts, description).map(Background).map_err(raise)
+    }
+
+    fn convene(&self, py: Python<'_>) {
+        py.detach(|| self.0.convene());
+    }
+
+    fn settled(&self, py: Python<'_>) {
+        py.detach(|| self.0.settled());
+    }
+
+    /// What the ranks that are there have handed in, by rank; None if one of them has the result of the call that failed.
+    #[pyo3(signature = (tensor, *, patient))]
+    fn gather_living<'py>(
+        &self,
+        py: Python<'py>,
+        tensor: &Bound<'py, PyAny>,
+        patient: bool,
+    ) -> PyResult<Option<ByRank<'py>>> {
+        let value = view(tensor)?.buffer;
+        // SAFETY: the tensor is contiguous and the caller's until this returns.
+        let value = unsafe { std::slice::from_raw_parts(value.start.cast_const(), value.bytes()) };
+        let caught = Caught::default();
+        let gather = || self.0.gather_living(value, patient, Some(&|| caught.check_signals()));
+        Ok(match py.detach(gather).map_err(|error| caught.raise(error))? {
+            Agreed::Settled => None,
+            Agreed::Values(values) => {
+                Some(values.into_iter().map(|(rank, value)| (rank, PyByteArray::new(py, &value))).collect())
+            }
+        })
+    }
+
+    fn close_group(&self, py: Python<'_>, group: &Group) -> PyResult<()> {
+        let caught = Caught::default();
+        py.detach(|| self.0.close_group(&group.0, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
+    }
+
     fn shared_empty(&self, py: Python<'_>, nbytes: usize) -> PyResult<Py<PyAny>> {
         dlpack::shared(py, self.0.shared(nbytes).map_err(raise)?)
     }
@@ -131,6 +221,39 @@ impl Runtime {
             links.push(row());
         });
         links.into_iter().collect()
+    }
+
+    /// (rank, kind, bytes sent, bytes received) of each link.
+    fn traffic(&self) -> Vec<(u32, &'static str, u64, u64)> {
+        let mut rows = Vec::new();
+        self.0.each_link(|rank, link| {
+            let (sent, received) = link.traffic();
+            rows.push((rank, link.kind.name(), sent, received));
+        });
+        rows
+    }
+
+    /// (kind, bucket or peer, model, step, begin, end, bytes) of each span that is kept.
+    fn trace(&self) -> Vec<(&'static str, u32, u32, u64, u64, u64, u64)> {
+        let spans = self.0.trace().spans();
+        spans.iter().map(|s| (s.what.name(), s.what.id(), s.model, s.step, s.begin, s.end, s.bytes)).collect()
+    }
+
+    fn trace_dropped(&self) -> u64 {
+        self.0.trace().dropped()
+    }
+
+    fn trace_clear(&self) {
+        self.0.trace().clear();
+    }
+
+    #[pyo3(signature = (kind, model, step, begin, end, *, of=0, nbytes=0))]
+    #[expect(clippy::too_many_arguments, reason = "they are the fields of a span")]
+    fn mark(&self, kind: &str, model: u32, step: u64, begin: u64, end: u64, of: u32, nbytes: u64) -> PyResult<()> {
+        let what = What::from_name(kind, of)
+            .ok_or_else(|| raise(Error::invalid(format!("kind={kind:?}; try: forward, backward or wait"))))?;
+        self.0.trace().record(Span { what, model, step, begin, end, bytes: nbytes });
+        Ok(())
     }
 
     fn fail(&self, cause: &str) {

@@ -1,0 +1,234 @@
+"""What all ranks must have in common before and while they train: the same tensors with the same values."""
+
+import difflib
+import hashlib
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from . import _core, runtime
+from .errors import Mismatch, Unsupported
+
+# Tensors up to this many bytes travel together.
+PACK = 16 << 20
+LONGEST_DIFF = 24
+# What wrappers put before names; ranks may differ in it.
+PREFIXES = ("_orig_mod.", "module.")
+
+
+def plain(name: str) -> str:
+    """A name without what wrappers put before it."""
+    for prefix in PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def without_wrappers(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+    """Tensors by their plain names; by their full ones where two would have the same."""
+    listed = list(named)
+    short = {plain(name) for name, _ in listed}
+    return listed if len(short) < len({name for name, _ in listed}) else [(plain(name), t) for name, t in listed]
+
+
+def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:
+    """The core reads and writes plain memory of the CPU only, and would trust the address of any other."""
+    for name, tensor in named:
+        if tensor.layout is not torch.strided:
+            raise Unsupported(
+                f"{name} is {tensor.layout}, which cannot be handed to other ranks; try to_dense(), or keep it out of "
+                "the model"
+            )
+        if tensor.device.type != "cpu":
+            raise Unsupported(
+                f"{name} is on {tensor.device}, and this version trains on the CPU; try model.cpu() before wrapping "
+                "(model.to_empty(device='cpu') if it has no values yet)"
+            )
+
+
+def left_out(model: nn.Module) -> set[str]:
+    """The names, in this model, of parameters and buffers that are every rank's own: torch's way to tell DDP so."""
+    names: set[str] = set()
+    for prefix, module in model.named_modules():
+        # of the model itself, also inside of wrappers
+        if not prefix or not plain(f"{prefix}."):
+            ignored = vars(module).get("_ddp_params_and_buffers_to_ignore", ())
+            names.update(f"{prefix}.{name}" if prefix else name for name in ignored)
+    return names
+
+
+def compare(group: _core.Group, what: str, lines: Sequence[str]) -> None:
+    """Raises the same readable `Mismatch` on every rank if the lines of any two differ."""
+    text = "\n".join(lines).encode()
+    mine = torch.frombuffer(bytearray(hashlib.blake2b(text, digest_size=16).digest()), dtype=torch.uint8)
+    hashes = gather(group, mine)
+    if all(torch.equal(theirs, hashes[0]) for theirs in hashes):
+        return
+    texts = gather(group, torch.tensor(list(text), dtype=torch.uint8))
+    raise Mismatch(difference(what, [bytes(theirs.numpy()).decode().split("\n") for theirs in texts]))
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    """An optimizer in one line. Its settings come from rank 0, so they may differ."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    names = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "offbeat"]
+    return f"optimizer {names[0]} with groups of {sizes} parameters"
+
+
+def describe(name: str, tensor: Tensor, *, buffer: bool = False) -> str:
+    """A tensor in one line."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{name} {dtype}{list(tensor.shape)}{'' if tensor.requires_grad or buffer else ' frozen'}"
+
+
+def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
+    """How the lists of the ranks differ from that of rank 0."""
+    text = [f"ranks have different {what}:"]
+    for rank, lines in enumerate(lists):
+        if lines != lists[0]:
+            changes = [
+                line
+                for line in difflib.unified_diff(list(lists[0]), list(lines), lineterm="", n=0)
+                if not line.startswith(("---", "+++", "@@"))
+            ]
+            text.append(f"  rank {rank} against rank 0 ({len(lines)} and {len(lists[0])} in all):")
+            text += [f"    {line}" for line in changes[:LONGEST_DIFF]]
+            if len(changes) > LONGEST_DIFF:
+                text.append(f"    … and {len(changes) - LONGEST_DIFF} more lines")
+    text.append("try: build the same model on every rank, in the same order, before wrapping it")
+    return "\n".join(text)
+
+
+def broadcast_tensors(group: _core.Group, tensors: Iterable[Tensor], source: int) -> None:
+    """Gives all ranks the values that `source` has. Small tensors travel together."""
+    mine = runtime.rank() == source
+    with torch.no_grad():
+        for pack in packs(tensors):
+            if len(pack) == 1 and pack[0].is_contiguous():
+                group.broadcast(pack[0], source, False)
+                continue
+            flat = torch.cat([tensor.reshape(-1) for tensor in pack])
+            group.broadcast(flat, source, False)
+            if not mine:
+                sizes = [tensor.numel() for tensor in pack]
+                for tensor, piece in zip(pack, torch.split(flat, sizes), strict=True):
+                    tensor.copy_(piece.view(tensor.shape))
+
+
+def reals(tensor: Tensor) -> Tensor:
+    """The tensor, as real numbers."""
+    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+
+
+def dtype_of(parameter: Tensor) -> str:
+    """The type of the numbers in a parameter."""
+    return str(reals(parameter).dtype).removeprefix("torch.")
+
+
+def contents(tensor: Tensor) -> Tensor:
+    """What must be copied to copy the tensor: each place in memory once, in a type that the core can carry."""
+    if tensor.layout is not torch.strided:
+        raise Unsupported(
+            f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be handed to other ranks; try "
+            "to_dense(), or keep it out of the model"
+        )
+    view = reals(tensor)
+    for dimension, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
+        if stride == 0 and size > 1:  # expanded
+            view = view.narrow(dimension, 0, 1)
+    return view.view(torch.uint8) if view.is_floating_point() and view.dtype.itemsize == 1 else view
+
+
+def packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one type together, up to a size."""
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in map(contents, tensors):
+        if tensor.numel():
+            by_type.setdefault(tensor.dtype, []).append(tensor)
+    for of_type in by_type.values():
+        pack: list[Tensor] = []
+        size = 0
+        for tensor in of_type:
+            if pack and size + tensor.nbytes > PACK:
+                yield pack
+                pack, size = [], 0
+            pack.append(tensor)
+            size += tensor.nbytes
+        yield pack
+
+
+def broadcast_optimizer(
+    group: _core.Group, optimizer: torch.optim.Optimizer, source: int, parameters: Sequence[Tensor]
+) -> None:
+    """Gives all ranks the optimizer's state and settings that `source` has, without changing a type on the way."""
+    mine = runtime.rank() == source
+    states = [outline(optimizer.state.get(parameter, {})) for parameter in parameters]
+    groups = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
+    data = torch.frombuffer(bytearray(pickle.dumps((states, groups))), dtype=torch.uint8)
+    states, groups = pickle.loads(bytes(gather(group, data if mine else data[:0])[source].numpy()))
+    tensors: list[Tensor] = []
+    for parameter, entries in zip(parameters, states, strict=True):
+        if not mine:
+            known = optimizer.state.get(parameter, {})
+            state = {key: fill(entry, known.get(key)) for key, entry in entries.items()}
+            if state:
+                optimizer.state[parameter] = state
+            else:
+                optimizer.state.pop(parameter, None)
+        current = optimizer.state.get(parameter, {})
+        tensors += [current[key] for key, entry in entries.items() if isinstance(entry, Outline)]
+    if not mine:
+        for each, settings in zip(optimizer.param_groups, groups, strict=True):
+            each.update(settings)
+    broadcast_tensors(group, tensors, source)
+
+
+class Outline:
+    """A tensor without its values."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+
+
+def outline(state: dict[str, object]) -> dict[str, object]:
+    """A parameter's state without the values of its tensors."""
+    return {key: Outline(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def fill(entry: object, known: object) -> object:
+    """A place for the values: the tensor that is there already if it fits, or a new one."""
+    if not isinstance(entry, Outline):
+        return entry
+    if isinstance(known, Tensor) and (tuple(known.shape), known.dtype) == (entry.shape, entry.dtype):
+        return known
+    return torch.empty(entry.shape, dtype=entry.dtype)
+
+
+def compare_values(group: _core.Group, named: Sequence[tuple[str, Tensor]], step: int, *, working: bool = True) -> None:
+    """Raises the same `Mismatch` on every rank, with the first tensor that drifted, unless all have the same bits.
+
+    A rank that is not working only takes part: its parameters are old, and that is no drift.
+    """
+    digests = [_core.digest(reals(tensor).contiguous()) for _, tensor in named]
+    mine = torch.tensor([int(working), *digests], dtype=torch.int64)
+    theirs = gather(group, mine)
+    ranks = [rank for rank, row in enumerate(theirs) if row[0]]
+    rows = torch.stack([theirs[rank][1:] for rank in ranks])
+    differ = (rows != rows[0]).any(dim=0)
+    if not differ.any():
+        return
+    first = int(differ.int().argmax())
+    others = ", ".join(str(rank) for rank, row in zip(ranks, rows, strict=True) if row[first] != rows[0, first])
+    raise Mismatch(
+        f"replicas have drifted apart by step {step}: {named[first][0]} is not on rank {others} what it is "
+        f"on rank {ranks[0]}, nor are {int(differ.sum()) - 1} others of {len(named)}; "
+        "try: look for changes to parameters outside of the optimizer, different seeds, or non-finite values"
+    )
+
+
+def gather(group: _core.Group, tensor: Tensor) -> list[Tensor]:
+    """What all ranks have."""
+    capsules = group.all_gather(tensor, False)
+    return [from_dlpack(capsule) for capsule in capsules] if isinstance(capsules, list) else []

@@ -1,0 +1,376 @@
+"""Training with exchanges in the background: what `DistributedOptimizer` stands on where an algorithm's `when` is that.
+
+A background thread of the core exchanges snapshots of the parameters while training goes on. This module holds the
+safe points, at the end of each `optimizer.step()`: there it adds what came of a round to the parameters, and copies
+them for the next. In between the core touches nothing of the model.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
+
+from . import _core, agreement, counters, hooks, owners, replica, resuming, runtime
+from .algorithms import GradientAllReduce
+from .asynchronous import Background
+from .errors import InvalidArgument, Timeout, Unsupported
+
+
+class BackgroundReplica:
+    """A model on this rank, kept near the others by exchanges in the background."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: Sequence[tuple[str, Tensor]],
+        algorithm: Background,
+        *,
+        optimizer: torch.optim.Optimizer | None,
+        bucket_bytes: int | Literal["auto"],
+        check_every: int | None,
+        broadcast_buffers: bool = True,
+    ) -> None:
+        if optimizer is None:
+            raise InvalidArgument(
+                f"{algorithm.name} works at the end of each optimizer step, and there is no optimizer; pass optimizer="
+            )
+        if check_every:
+            raise InvalidArgument(
+                f"check_every={check_every} compares parameters that {algorithm.name} lets differ; leave it out, and "
+                "look at the spread in offbeat.stats()"
+            )
+        self.number = next(replica._numbers)
+        self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
+        self.takeover = None
+        self.world = runtime.world_size()
+        # Steps of this rank that may be made on top of its last exchange; None for any number.
+        self.staleness = algorithm.bound
+        self.step = 0
+        self.spread: float | None = None
+        # Steps since exchanges began, on all ranks alike; the one after which the snapshot under way was taken; and
+        # that of the last result that was added.
+        self._clock = self._taken = self._synced = 0
+        self._named = list(named)
+        self._first: replica.Replica | None = None
+        self._core: _core.Background | None = None
+        self._snapshots: list[Tensor] = []
+        self._deltas: list[Tensor] = []
+        self._parameters: list[Tensor] = []
+        # Whether the thread runs, and whether the snapshot is what exchanges begin with.
+        self._started = self._seeded = self._paused = False
+        # Whether this rank takes part no more.
+        self._left = False
+        # Rounds that were made before a checkpoint, and those that were dropped.
+        self._syncs = self._dropped = 0
+        self._group: _core.Group | None = None
+        self._forget_steps: list[Callable[[], None]] = []
+        if self.world == 1:
+            owners.claim(self, self._named)
+        elif algorithm.warmup_steps:
+            self._first = replica.Replica(
+                model,
+                named,
+                GradientAllReduce(),
+                optimizer=optimizer,
+                bucket_bytes=bucket_bytes,
+                check_every=None,
+                broadcast_buffers=broadcast_buffers,
+            )
+        else:
+            self._begin(synchronize=True)
+        counters.models[self.number] = counters.weakly(self)
+        self._forget_steps = around_steps(optimizer, self)
+
+    # -- the beginning and the end
+
+    def _begin(self, *, synchronize: bool) -> None:
+        """Makes ranks agree, and prepares the core. The thread starts at the first safe point."""
+        owners.claim(self, self._named)
+        agreement.refuse_elsewhere(self._named)
+        for name, tensor in self._named:
+            if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
+                raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try float32")
+        self._parameters = [tensor for _, tensor in self._named]
+        group = self._group = runtime.current().lanes(flat=False)[0]
+        lines = [f"algorithm {self.algorithm}", agreement.describe_optimizer(self.optimizer)]
+        agreement.compare(group, "settings", lines)
+        agreement.compare(group, "parameters", [agreement.describe(name, tensor) for name, tensor in self._named])
+        if synchronize:
+            ignored = agreement.left_out(self.model)
+            buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name not in ignored]
+            others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in ignored]
+            everything = {id(tensor): tensor for _, tensor in (*others, *buffers, *self._named)}
+            agreement.broadcast_tensors(group, everything.values(), 0)
+            agreement.broadcast_optimizer(group, self.optimizer, 0, self._parameters)
+        method, arguments = self.algorithm.method()
+        counts = [hooks.elements(tensor) for tensor in self._parameters]
+        self._core = runtime.current().background(group, counts, method, arguments, period=self.algorithm.period)
+        flats = [from_dlpack(capsule) for capsule in self._core.memory()]
+        views = [
+            [hooks.places(flat, p, place) for p, place in zip(self._parameters, self._core.places, strict=True)]
+            for flat in flats
+        ]
+        self._snapshots, self._deltas = views
+        self._started = self._seeded = self._left = False
+        self._clock = self._taken = self._synced = 0
+
+    def _begin_anew(self) -> None:
+        """The same with a thread of its own, on all ranks together."""
+        self._stop()
+        owners.release(self, self._named)
+        self._begin(synchronize=False)
+
+    def _stop(self) -> None:
+        """Ends the thread. What was counted stays."""
+        if self._core is not None:
+            rounds, dropped, *_ = self._core.progress()
+            self._syncs, self._dropped = self._syncs + rounds, self._dropped + dropped
+            self._core.stop()
+
+    def remove(self) -> None:
+        """Undoes everything, and says goodbye to the other ranks' exchanges."""
+        for forget in self._forget_steps:
+            forget()
+        if self._first is not None:
+            self._first.remove()
+        if self._core is not None:
+            self._core.stop()
+        owners.release(self, self._named)
+        self._first = self._core = None
+        self._snapshots, self._deltas = [], []
+        counters.models.pop(self.number, None)
+
+    def refresh(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        """Begins anew with other parameters. Every rank does so."""
+        owners.release(self, self._named)
+        self._named = list(named)
+        if self._first is not None:
+            self._first.refresh(named)
+        elif self._core is not None:
+            self._stop()
+            self._begin(synchronize=True)
+
+    def _end_warmup(self) -> None:
+        """After the last step of the warm-up: from here on nothing is exchanged in backward."""
+        if self._first is not None and self.step >= self.algorithm.warmup_steps:
+            self._first.remove()
+            self._first = None
+            self._begin(synchronize=False)
+
+    # -- safe points
+
+    def step_begins(self) -> None:
+        """Before the optimizer's step. What is there before the first one is what exchanges begin with: a checkpoint
+        of the model may have been loaded after one of the optimizer."""
+        self._seed()
+
+    def _seed(self) -> None:
+        if self._core is not None and not self._seeded:
+            self._copy()
+            self._seeded = True
+
+    def step_ended(self) -> None:
+        """After the optimizer's step, or instead of one that a GradScaler skips: the only place where the core's
+        results reach the model."""
+        self.step += 1
+        if self._first is not None:
+            self._end_warmup()
+            return
+        core = self._core
+        self._clock += 1
+        if core is None or self._paused:
+            return
+        if not self._started:
+            core.start()
+            self._started = True
+        task = core.look()
+        while task is not None:
+            self._do(core, task)
+            task = core.look() if task == "apply" else None
+        while self.staleness is not None and self._clock - self._synced > self.staleness:
+            task = core.wait(only_results=False)
+            if task is None:  # nobody is left to wait for
+                break
+            self._do(core, task)
+
+    def _do(self, core: _core.Background, task: str) -> None:
+        if task == "snapshot":
+            self._copy()
+            self._taken = self._clock
+            core.taken(self._clock)
+            return
+        if task == "apply":
+            with torch.no_grad():
+                torch._foreach_add_(self._parameters, self._deltas)
+        self._synced = self._taken
+        core.applied()
+
+    def _copy(self) -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(self._snapshots, self._parameters)
+
+    def drain(self) -> None:
+        """Waits for the round under way, if there is one, and adds what came of it."""
+        core = self._core
+        if core is None or not self._started or self._paused:
+            return
+        # what takes longer is added later: the parameters are a valid state without it
+        with contextlib.suppress(Timeout):
+            task = core.wait(only_results=True)
+            if task is not None:
+                self._do(core, task)
+
+    def pause(self) -> None:
+        """Leaves the parameters alone until `resume`. Meanwhile a copy stands for the model in rounds of others;
+        what comes of these is added after."""
+        core, was_paused = self._core, self._paused
+        self._paused = True
+        if core is None or was_paused:
+            return
+        held = False
+        # a result may come in between
+        for _ in range(2):
+            task = core.look()
+            if task is not None and task != "snapshot":
+                self._do(core, task)
+            held = held or core.hold()
+        if held:
+            self._copy()
+        core.pause(self._clock)
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        self._paused = False
+        if self._core is not None:
+            self._core.resume()
+
+    # -- what an optimizer or a model asks for
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Nothing is exchanged in backward anyway, but in a warm-up."""
+        with contextlib.nullcontext() if self._first is None else self._first.no_sync():
+            yield
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Around a loop in which ranks have different numbers of batches: who is done takes part no more. The next such
+        loop, which every rank begins, is with all of them again."""
+        if self._core is not None and self._left:
+            self._begin_anew()
+            # weights have gone apart since: all begin from what they have now
+            self._core.go_on(0, 0, 0)
+        with contextlib.nullcontext() if self._first is None else self._first.join():
+            yield
+        if self._core is not None:
+            self.drain()
+            self._core.stop()
+            self._left = True
+
+    def settle(self) -> None:
+        """Ends what is under way, before somebody else changes the parameters."""
+        self.drain()
+
+    def consolidated(self, spread: float) -> None:
+        """Replicas were made equal; they had been so far apart."""
+        self.spread = spread
+
+    def count_step(self) -> None:
+        """Nothing to count: see `step_ended`."""
+
+    def takes_over(self) -> bool:
+        """The optimizer makes its steps itself."""
+        return False
+
+    def make_step(self) -> None:
+        """Never asked for."""
+
+    def stats(self) -> counters.Model:
+        """What the model has done so far."""
+        rounds, dropped, spread, living = self._core.progress() if self._core else (0, 0, 0.0, self.world)
+        rounds, dropped = rounds + self._syncs, dropped + self._dropped
+        return {
+            "model": self.number,
+            "algorithm": self.algorithm.name,
+            "step": self.step,
+            "parameters": sum(hooks.elements(tensor) for _, tensor in self._named),
+            "buckets": 0,
+            "bucket_bytes": 0,
+            "unused": [],
+            "seconds": {"communication": 0.0, "exposed": 0.0},
+            "coding": None if self._core is None else counters.coding(self._core.coded()),
+            "syncs": rounds,
+            "spread": self.spread,
+            "background": {
+                "syncs": rounds,
+                "dropped": dropped,
+                "staleness": self._clock - self._synced,
+                "spread": spread,
+                "living": living,
+            },
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state of the algorithm, by names of parameters. What is under way is ended first, and is in the
+        parameters then; what could not be ended is a part of the state. Nobody else has to save at the same time."""
+        self.drain()
+        state: dict[str, Any] = {
+            "version": 1,
+            "algorithm": self.algorithm.name,
+            "world_size": self.world,
+            "rank": runtime.rank(),
+            "step": self.step,
+        }
+        if self._core is None:
+            return state
+        if not self._seeded:
+            self._copy()
+        number, living, kept = resuming.save(self._core, self._names())
+        rounds, dropped, *_ = self._core.progress()
+        return state | {
+            # who is gone has no part in what is kept
+            "world_size": living,
+            "round": number,
+            "clock": self._clock,
+            "synced": self._synced,
+            "syncs": rounds + self._syncs,
+            "dropped": dropped + self._dropped,
+            "kept": kept,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_dict` gave. Every rank does so, each with its own: they agree on whether all fit."""
+        self.step = state.get("step", self.step)
+        self._end_warmup()
+        if self._core is None:
+            return
+        if self._started or self._left:
+            self._begin_anew()
+        here = (self.algorithm.name, self.world, runtime.rank())
+        self._syncs, self._dropped = state.get("syncs", 0), state.get("dropped", 0)
+        if self._group is not None and resuming.go_on(self._core, self._group, self._names(), state, here):
+            self._clock, self._taken, self._synced = state["clock"], state["synced"], state["synced"]
+
+    def _names(self) -> list[str]:
+        return [name for name, _ in self._named]
+
+
+def around_steps(optimizer: torch.optim.Optimizer, background: BackgroundReplica) -> list[Callable[[], None]]:
+    """Has a replica told of each step, without keeping it alive. Gives what takes that away."""
+    reference = weakref.ref(background)
+
+    def before(*_: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.step_begins()
+
+    def after(*_: object) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.step_ended()
+
+    return hooks.around_step(optimizer, before, after)

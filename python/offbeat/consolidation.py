@@ -1,0 +1,192 @@
+"""One agreed model out of replicas that differ: for evaluation and for saving.
+
+Ranks may be lost meanwhile. Nothing is changed before all means are there; where a call fails because a rank is gone,
+those that are left find out whether they all have them, or else compute them again without it and without groups.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from . import _core, agreement, owners, runtime
+from .errors import PeerFailed, PeerLost
+
+
+def consolidate(model: nn.Module) -> float:
+    """Gives all ranks the same model, the mean of theirs, and says how far they were apart. Every rank calls it,
+    between steps.
+
+    Parameters and buffers of floating-point numbers become their mean over all ranks, other buffers are rank 0's.
+    What is equal on all ranks already stays as it is, bit by bit. Training may go on with it: for an algorithm that
+    exchanges weights it is one more average. Ranks that are lost, before or meanwhile, are left out.
+
+    Returns:
+        The largest distance of a rank's parameters from the mean, relative to the length of the mean; 0.0 if all were
+        equal.
+    """
+    core = runtime.current()
+    if core.world_size == 1:
+        return 0.0
+    parameters = {id(tensor): tensor for tensor in model.parameters()}
+    buffers = {id(tensor): tensor for tensor in model.buffers() if id(tensor) not in parameters}
+    replicas = owners.owners(parameters.values())
+    for replica in replicas:
+        replica.settle()
+    spread, _ = average(core.world(), list(parameters.values()), list(buffers.values()))
+    for replica in replicas:
+        replica.consolidated(spread)
+    return spread
+
+
+@dataclass
+class Draft:
+    """What tensors will become."""
+
+    changes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    spread: float = 0.0
+    step: int = 0
+
+    def apply(self) -> None:
+        """Makes tensors what they will be."""
+        with torch.no_grad():
+            for tensor, value in self.changes:
+                tensor.copy_(value)
+
+
+def average(
+    group: _core.Group, parameters: list[Tensor], buffers: list[Tensor], *, step: int = 0, patient: bool = False
+) -> tuple[float, int]:
+    """Makes tensors equal on all ranks; gives how far the parameters were apart, and the step. That is this rank's own,
+    or the largest if ranks were lost. With `patient` those that are left may take the time of a first step to come."""
+    core = runtime.current()
+    core.convene()
+    draft: Draft | None = None
+    try:
+        draft = Draft(*in_group(group, parameters, buffers), step)
+        # who comes back from here knows that everybody has a draft
+        group.barrier(False)
+    except (PeerLost, PeerFailed):
+        here = core.gather_living(torch.tensor([draft is not None], dtype=torch.uint8), patient=patient)
+        if draft is None or not (here is None or all(value[0] for _, value in here)):
+            draft = among_living(core, parameters, buffers, step)
+    else:
+        core.settled()
+    draft.apply()
+    return draft.spread, draft.step
+
+
+def in_group(
+    group: _core.Group, parameters: list[Tensor], buffers: list[Tensor]
+) -> tuple[list[tuple[Tensor, Tensor]], float]:
+    """What tensors become, and how far the parameters were apart, by calls in a group of all ranks."""
+    tensors = [*parameters, *buffers]
+    rows = torch.stack(agreement.gather(group, digests(tensors)))
+    changes: list[tuple[Tensor, Tensor]] = []
+    distances = Distances()
+    with torch.no_grad():
+        differ = (rows != rows[0]).any(dim=0).tolist()
+        exact = [contents for _, contents in picked(tensors, differ, is_exact, agreement.contents)]
+        for index, (tensor, differs) in enumerate(zip(tensors, differ, strict=True)):
+            mine = mean = agreement.reals(tensor)
+            if differs and not is_exact(tensor):
+                mean = mine.contiguous().clone()
+                group.all_reduce(mean, "mean", None, False)
+                changes.append((mine, mean))
+            if index < len(parameters):
+                distances.add(mine, mean)
+        copies = [tensor.clone() for tensor in exact]
+        agreement.broadcast_tensors(group, copies, 0)
+        changes += zip(exact, copies, strict=True)
+    furthest = torch.tensor([distances.away], dtype=torch.float64)
+    group.all_reduce(furthest, "max", None, False)
+    return changes, distances.relative(float(furthest))
+
+
+def among_living(core: _core.Runtime, parameters: list[Tensor], buffers: list[Tensor], step: int) -> Draft:
+    """The same without a group, among the ranks that are left: exact buffers are those of the lowest of them. Everyone
+    sends its tensors to everyone."""
+    tensors = [*parameters, *buffers]
+    rows = torch.stack(gather(core, digests(tensors)))
+    changes: list[tuple[Tensor, Tensor]] = []
+    distances = Distances()
+    with torch.no_grad():
+        differ = (rows != rows[0]).any(dim=0).tolist()
+        becomes = {id(tensor): value for tensor, value in exchanged(core, tensors, differ)}
+        for index, tensor in enumerate(tensors):
+            value = becomes.get(id(tensor))
+            if value is not None:
+                changes.append((agreement.reals(tensor), value))
+            if index < len(parameters):
+                mine = agreement.reals(tensor)
+                distances.add(mine, mine if value is None else value)
+    told = torch.stack(gather(core, torch.tensor([distances.away, step], dtype=torch.float64))).amax(dim=0)
+    return Draft(changes, distances.relative(float(told[0])), int(told[1]))
+
+
+def exchanged(core: _core.Runtime, tensors: list[Tensor], differ: list[bool]) -> Iterator[tuple[Tensor, Tensor]]:
+    """What those of the tensors become that differ. All of one type travel together, in pieces."""
+    by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for tensor, real in picked(tensors, differ, lambda tensor: tensor.numel() > 0, agreement.reals):
+        by_type.setdefault(real.dtype, []).append((tensor, real))
+    for dtype, of_type in by_type.items():
+        flat = torch.cat([real.reshape(-1) for _, real in of_type])
+        parts = []
+        for piece in torch.split(flat, agreement.PACK // dtype.itemsize):
+            values = gather(core, piece)
+            parts.append(values[0] if is_exact(piece) else mean_of(values))
+        sizes = [real.numel() for _, real in of_type]
+        for (tensor, real), value in zip(of_type, torch.split(torch.cat(parts), sizes), strict=True):
+            yield tensor, value.view(real.shape)
+
+
+def gather(core: _core.Runtime, tensor: Tensor) -> list[Tensor]:
+    """What those have that are left, in the order of their ranks."""
+    values = core.gather_living(tensor.contiguous().view(torch.uint8), patient=False)
+    return [torch.frombuffer(value, dtype=tensor.dtype) for _, value in values or ()]
+
+
+def mean_of(values: list[Tensor]) -> Tensor:
+    """Their mean, summed in this order."""
+    wide = torch.float64 if values[0].dtype is torch.float64 else torch.float32
+    total = values[0].to(wide, copy=True)
+    for value in values[1:]:
+        total += value.to(wide)
+    return (total / len(values)).to(values[0].dtype)
+
+
+class Distances:
+    """How far parameters are from what they become; squared."""
+
+    def __init__(self) -> None:
+        self.away = self.length = 0.0
+
+    def add(self, value: Tensor, mean: Tensor) -> None:
+        """Counts a parameter."""
+        self.length += float(mean.double().square().sum())
+        if value is not mean:
+            self.away += float((value - mean).double().square().sum())
+
+    def relative(self, furthest: float) -> float:
+        """The distance of the furthest rank, relative to the length of the mean."""
+        return (furthest / self.length) ** 0.5 if self.length else 0.0
+
+
+def digests(tensors: list[Tensor]) -> Tensor:
+    """A number for each tensor's bytes."""
+    return torch.tensor([_core.digest(agreement.reals(t).contiguous()) for t in tensors], dtype=torch.int64)
+
+
+def is_exact(tensor: Tensor) -> bool:
+    """Whether it holds no floating-point numbers, of which there would be a mean."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
+
+
+def picked(
+    tensors: list[Tensor], differ: list[bool], which: Callable[[Tensor], bool], view: Callable[[Tensor], Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """Those that differ, of some kind, each with a view of it."""
+    return [
+        (tensor, view(tensor)) for tensor, differs in zip(tensors, differ, strict=True) if differs and which(tensor)
+    ]

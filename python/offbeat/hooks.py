@@ -1,0 +1,281 @@
+"""The only module that touches autograd: it tells a replica when gradients are there and when backward is over.
+
+- a hook on each parameter runs as soon as its gradient is complete, and puts it into its bucket
+- a hook before and after the model's forward lets the replica prepare, and hangs a hook on the outputs, so that the
+  beginning of backward is noticed in the outermost backward, also with reentrant checkpointing
+- a callback of the engine runs when backward is over: then `.grad` becomes final, before `backward()` returns
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from .errors import InvalidArgument, Unsupported
+
+
+class Listener(Protocol):
+    """Who is told."""
+
+    def forward_begins(self) -> None: ...
+    def forward_ended(self) -> bool: ...  # whether it was held by no_sync()
+    def backward_begins(self, held: bool | None) -> None: ...  # sets `Line.exchanging`
+    def backward_ended(self) -> None: ...
+    def backward_failed(self) -> None: ...
+
+
+class Line:
+    """What hooks of gradients hold instead of the listener: torch keeps them where Python's collector does not look, so
+    whatever they held would live for ever."""
+
+    __slots__ = ("_listener", "exchanging", "mark")
+
+    def __init__(self, listener: Listener, mark: Callable[[int], None]) -> None:
+        self._listener = weakref.ref(listener)
+        # Whether gradients of the backward under way are exchanged; None while none is under way.
+        self.exchanging: bool | None = None
+        self.mark = mark
+        weakref.finalize(listener, self.cut)
+
+    def begin(self, held: bool | None = None) -> bool:
+        """At the first gradient of a backward: whether gradients are exchanged. `held` is what the forward said whose
+        output it is, if that is known."""
+        listener = self._listener()
+        if listener is None:
+            return False
+        listener.backward_begins(held)
+        return bool(self.exchanging)
+
+    def cut(self) -> None:
+        """Lets go of the core; nothing is exchanged any more."""
+        self.exchanging, self.mark = False, ignore
+
+
+def ignore(_: int) -> None:
+    """For nobody."""
+
+
+class Ending:
+    """Runs at the end of a backward. Torch drops it without a call when the backward raises: so that is noticed too."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener: Listener | None = listener
+
+    def __call__(self) -> None:
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.backward_ended()
+
+    def __del__(self) -> None:
+        listener = getattr(self, "listener", None)
+        if listener is not None:
+            listener.backward_failed()
+
+
+def at_end_of_backward(listener: Listener) -> None:
+    """Lets the listener know when the backward under way is over."""
+    torch.autograd.Variable._execution_engine.queue_callback(Ending(listener))
+
+
+class Slot:
+    """A gradient's slot in its bucket. `view` is what users see as `.grad`: they, or `model.to(...)`, may point it to
+    other memory (`.grad.data = ...`), so `home` is ours alone and tells where the slot really is."""
+
+    __slots__ = ("address", "dtype", "home", "name", "view")
+
+    def __init__(self, home: Tensor, name: str) -> None:
+        self.home, self.view, self.name = home, home.detach(), name
+        self.address, self.dtype = home.data_ptr(), home.dtype
+
+    def holds(self, gradient: Tensor | None) -> bool:
+        """Whether a gradient is in its place already."""
+        return gradient is self.view and self.view.data_ptr() == self.address
+
+    def install(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Moves a gradient into its bucket, where it lives from then on."""
+        view = self.view
+        try:
+            self.home.copy_(gradient.detach() if gradient.requires_grad else gradient)
+            if view.data_ptr() != self.address:
+                view = self.view = self.home.detach()
+            parameter.grad = view
+        except RuntimeError:  # looking first would cost as much as all the rest
+            self.refuse(gradient)
+            raise
+
+    def show(self, parameter: Tensor) -> None:
+        """Makes what is in the bucket the parameter's gradient."""
+        if self.view.data_ptr() != self.address:
+            self.view = self.home.detach()
+        parameter.grad = self.view
+
+    def refuse(self, other: Tensor) -> None:
+        """Raises if a gradient, or the parameter, is of another kind than the slot. Torch may forget the hooks of
+        a parameter whose type changes: gradients would silently stay on this rank."""
+        if other.layout is not torch.strided:
+            raise Unsupported(
+                f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try "
+                "nn.Embedding(..., sparse=False), or leave the parameter out of this optimizer and exchange it yourself"
+            )
+        if other.dtype is not self.dtype:
+            raise InvalidArgument(
+                f"{self.name} was {self.dtype} when it was wrapped and is {other.dtype} now; convert the model first, "
+                "then wrap it"
+            )
+
+
+def watch_gradient(parameter: Tensor, index: int, slot: Slot, line: Line) -> Callable[[], None]:
+    """Puts each gradient of a parameter into its slot in a bucket. Gives what takes the hook away."""
+    install = slot.install
+
+    def hook(parameter: Tensor) -> None:
+        exchanging = line.exchanging
+        if exchanging is None:
+            exchanging = line.begin()
+        if not exchanging:
+            return
+        gradient = parameter.grad
+        if gradient is None:  # another hook took it away; it counts as unused
+            return
+        if gradient is not slot.view or gradient.data_ptr() != slot.address:
+            install(parameter, gradient)
+        line.mark(index)
+
+    # torch refuses hooks on a frozen parameter, but keeps those of one that is frozen later
+    trained = parameter.requires_grad
+    parameter.requires_grad_(True)
+    handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trained)
+    return cast("Callable[[], None]", handle.remove)
+
+
+class ForwardHook:
+    """A hook of a model's forward. In a copy of the model, deep or pickled, it does nothing: that is not watched."""
+
+    def __init__(self, model: nn.Module, listener: Listener, line: Line) -> None:
+        self.model = weakref.ref(model)
+        self.listener, self.line = listener, line
+
+    def __reduce__(self) -> tuple[type["Inert"], tuple[()]]:
+        return Inert, ()
+
+
+class Inert:
+    """A hook that does nothing."""
+
+    def __call__(self, *_: object) -> None:
+        pass
+
+
+class Before(ForwardHook):
+    """Runs before forward."""
+
+    # Outside of compiled graphs: a compiled model would otherwise trace it once and never run it again. Unlike
+    # torch.compiler.disable this one imports torch's compiler, and Triton with it, at the first call and not here.
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, _: object) -> None:
+        if module is self.model():
+            self.listener.forward_begins()
+
+
+class After(ForwardHook):
+    """Runs after forward: has the outputs tell when backward begins."""
+
+    @_disable_dynamo
+    def __call__(self, module: nn.Module, _: object, output: object) -> None:
+        if module is not self.model():
+            return
+        begins = functools.partial(self.begins, self.listener.forward_ended())
+        if torch.is_grad_enabled():
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(begins)  # type: ignore[no-untyped-call]
+
+    def begins(self, held: bool, _: Tensor) -> None:
+        """Before the first gradient."""
+        if self.line.exchanging is None:
+            self.line.begin(held)
+
+
+def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[], None]:
+    """Tells the listener of every forward of the model. Gives what takes the hooks away."""
+    before, after = Before(model, listener, line), After(model, listener, line)
+    handles = [model.register_forward_pre_hook(before, prepend=True), model.register_forward_hook(after)]
+
+    def remove() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return remove
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """The tensors in what a forward returned: a tensor, or a nest of lists, tuples, dicts and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from tensors_in(part)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
+    elif hasattr(value, "__dataclass_fields__"):
+        for part in vars(value).values():
+            yield from tensors_in(part)
+
+
+def places(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
+    """A view of a bucket in the shape of a parameter, and with its strides where it has no gaps."""
+    piece = flat.narrow(0, offset, elements(parameter))
+    if parameter.is_complex():
+        piece = torch.view_as_complex(piece.view(-1, 2))
+    if is_dense(parameter.shape, parameter.stride()):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)
+
+
+def before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Callable[[], None]:
+    """Has a function called before each step of an optimizer. Gives what takes it away."""
+    return optimizer.register_step_pre_hook(hook).remove
+
+
+def around_step(
+    optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
+) -> list[Callable[[], None]]:
+    """Has functions called before and after each step of an optimizer. Gives what takes them away."""
+    return [before_step(optimizer, before), optimizer.register_step_post_hook(after).remove]
+
+
+def rows(parameter: Tensor) -> int:
+    """Rows of a parameter as a matrix in memory: its outermost dimension there; 1 if it has but one."""
+    if parameter.dim() < 2 or not parameter.numel():
+        return 1
+    strides = parameter.stride() if is_dense(parameter.shape, parameter.stride()) else range(parameter.dim(), 0, -1)
+    return max(zip(strides, parameter.shape, strict=True))[1]
+
+
+def elements(parameter: Tensor) -> int:
+    """Real numbers in a parameter."""
+    return parameter.numel() * (2 if parameter.is_complex() else 1)
+
+
+def is_dense(shape: Sequence[int], strides: Iterable[int]) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def mark(name: str) -> contextlib.AbstractContextManager[object]:
+    """A mark in torch's profiler, where one is running."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()

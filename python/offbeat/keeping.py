@@ -1,0 +1,49 @@
+"""What steps keep of parameters (residuals, momentum, factors, states of your own), by name: saving and loading."""
+
+import warnings
+from collections.abc import Sequence
+
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import _core
+
+# Parameter, then the number of the step and what the step calls it.
+Kept = dict[str, dict[str, Tensor]]
+
+
+def save(scheduler: _core.Scheduler, names: Sequence[str]) -> Kept:
+    """All that steps keep; empty if they keep nothing."""
+    saved = {name: scheduler.saved(index) for index, name in enumerate(names)}
+    return {
+        name: {label: from_dlpack(values) for label, _, values in entries} for name, entries in saved.items() if entries
+    }
+
+
+def restore(scheduler: _core.Scheduler, names: Sequence[str], kept: Kept) -> None:
+    """Gives steps back what they had kept."""
+    for index, name in enumerate(names):
+        for label, values in kept.get(name, {}).items():
+            scheduler.restore(index, label, values)
+
+
+def common(scheduler: _core.Scheduler, names: Sequence[str], kept: Kept) -> Kept:
+    """Of what was kept, what all ranks have alike, and so means the same in a world of another size."""
+    alike = {name: {label for label, same, _ in scheduler.saved(index) if same} for index, name in enumerate(names)}
+    found = {
+        name: {label: values for label, values in entries.items() if label in alike.get(name, ())}
+        for name, entries in kept.items()
+    }
+    return {name: entries for name, entries in found.items() if entries}
+
+
+def warn_of_reset(kept: Kept, taken: Kept, saved_by: tuple[object, object], here: tuple[str, int]) -> None:
+    """Says what of a checkpoint does not fit, and begins at zero."""
+    labels = {label for entries in kept.values() for label in entries}
+    lost = sorted(labels - {label for entries in taken.values() for label in entries})
+    if lost:
+        warnings.warn(
+            f"the checkpoint is of {saved_by[0]} on {saved_by[1]} ranks, this is {here[0]} on {here[1]}: what steps "
+            f"had kept of {len(kept)} parameters under {', '.join(lost)} begins at zero again",
+            stacklevel=3,
+        )

@@ -1,0 +1,193 @@
+"""A replica that may differ from the others for a while, because its algorithm exchanges weights."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
+
+import torch
+from torch import Tensor, nn
+
+from . import _core, consolidation, counters, hooks, keeping, replica, runtime, settings
+from .algorithm import Algorithm
+from .errors import InvalidArgument, Unsupported
+from .joining import Turn
+from .weights import Weights
+
+
+class LocalReplica(replica.Replica):
+    """Weights are exchanged when the optimizer has made its steps; gradients in the warm-up, and inside of hosts."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        named: list[tuple[str, Tensor]],
+        algorithm: Algorithm,
+        **options: Unpack[replica.Options],
+    ) -> None:
+        self.weights: Weights | None = None
+        # Whether gradients are exchanged after the warm-up too.
+        self._averages = True
+        optimizer = options["optimizer"]
+        if optimizer is None:
+            raise InvalidArgument(
+                f"{algorithm.name} exchanges weights when the optimizer has made its steps, and there is no optimizer; "
+                "try offbeat.DistributedOptimizer(optimizer, model, ...)"
+            )
+        if options["check_every"]:
+            raise InvalidArgument(
+                f"check_every={options['check_every']} compares the parameters of all ranks, and {algorithm.name} lets "
+                "them differ; try check_every=None, and offbeat.consolidate(model), which says how far they are apart"
+            )
+        # sizes are tried in exchanges of gradients, which there may be none of; replicas that differ have buffers of
+        # their own too
+        size = settings.BUCKET_BYTES if options["bucket_bytes"] == "auto" else options["bucket_bytes"]
+        super().__init__(
+            model,
+            named,
+            algorithm,
+            optimizer=optimizer,
+            bucket_bytes=size,
+            check_every=None,
+            broadcast_buffers=False,
+        )
+        self._around_steps: list[Callable[[], None]] = (
+            [] if self.weights is None else hooks.around_step(optimizer, self.step_begins, self.step_ended)
+        )
+
+    def _agreed(self) -> None:
+        sync = self.algorithm.sync()
+        if sync is None:
+            return
+        self._averages = bool(self.algorithm.steps()) and several_on_a_host(self.group)
+        number = functools.partial(next, replica._numbers)
+        self.weights = Weights(sync, self.algorithm.name, self._active, self.bucket_bytes, number)
+        self.weights.step = self.step
+
+    def remove(self) -> None:
+        for forget in self.__dict__.pop("_around_steps", ()):
+            forget()
+        if self.weights is not None:
+            self.weights.remove()
+        super().remove()
+
+    def refresh(self, named: Sequence[tuple[str, Tensor]]) -> None:
+        before = self.weights
+        if before is None:
+            super().refresh(named)
+            return
+        if before.survivors is not None:
+            raise Unsupported(
+                "a rank was lost, and without it no new buckets can be agreed on for parameters that were added or "
+                "thawed; try: save a checkpoint, and start again"
+            )
+        # rank 0's weights count from now on: what the others have learned must be in them
+        self._average()
+        kept = before.state_dict()
+        before.remove()
+        super().refresh(named)
+        if self.weights is not None:
+            self.weights.load_state_dict(kept, same=True)
+
+    # -- what happens in a step
+
+    def _before_forward(self) -> None:
+        if self.weights is not None and self.weights.is_due_before_forward:
+            self._turns.take(self, Turn.STEP)
+            self.weights.forward_begins()
+
+    def _exchanges_gradients(self) -> bool:
+        if self.weights is None:
+            return False
+        # backwards of one step are one exchange to the warm-up
+        self._running().resume(self.weights.step)
+        return self._averages or not self.weights.is_warm
+
+    def step_begins(self, *_: object) -> None:
+        """Before the optimizer's step."""
+        if self.weights is not None:
+            self.weights.step_begins()
+
+    def step_ended(self, *_: object) -> None:
+        """After the optimizer's step, or instead of one that a GradScaler skips."""
+        if self.weights is not None:
+            if not self.weights.is_before_forward:
+                self._turns.take(self, Turn.STEP)
+            self.weights.step_ended()
+            self.step = self.weights.step
+
+    # -- ranks that are lost, ranks with fewer batches, and one model for all
+
+    @property
+    def has_lost(self) -> bool:
+        return self.weights is not None and self.weights.survivors is not None
+
+    def lose(self) -> bool:
+        return self.weights is not None and self.weights.lose()
+
+    def settle(self) -> None:
+        if self.weights is not None:
+            self.weights.rest()
+
+    def follow(self, turn: Turn) -> None:
+        if turn is Turn.STEP and self.weights is not None:
+            self.weights.forward_begins()
+            self.weights.step_begins()
+            self.weights.step_ended()
+            self.step = self.weights.step
+        else:
+            super().follow(turn)
+
+    def end_join(self, source: int) -> None:
+        if self.weights is None or not self.weights.is_warm:
+            super().end_join(source)
+            return
+        # where a rank was lost those with data left make their steps without the others
+        self.step = self.weights.step = self._average(patient=True)
+
+    def _average(self, *, patient: bool = False) -> int:
+        parameters, buffers = [tensor for _, tensor in self._named], [tensor for _, tensor in self._buffers()]
+        self.settle()
+        spread, step = consolidation.average(self.group, parameters, buffers, step=self.step, patient=patient)
+        self.consolidated(spread)
+        return step
+
+    def consolidated(self, spread: float) -> None:
+        super().consolidated(spread)
+        if self.weights is not None:
+            self.weights.resume()
+            if self.weights.sync.restart and not self.has_lost:
+                self.weights.begin()
+
+    # -- state
+
+    def stats(self) -> counters.Model:
+        stats = super().stats()
+        if self.weights is not None:
+            communication, exposed = self.weights.totals()
+            stats["step"], stats["syncs"] = self.step, self.weights.syncs
+            stats["seconds"]["communication"] += communication
+            stats["seconds"]["exposed"] += exposed
+            stats["coding"] = counters.coding(self.weights.coded())
+            if self.weights.sync.gossip is not None:
+                survivors = self.weights.survivors
+                stats["living"] = self.world if survivors is None else survivors.living
+        return stats
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        return state if self.weights is None else state | {"weights": self.weights.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if self.weights is not None:
+            saved_by, here = (state.get("algorithm"), state.get("world_size")), (self.algorithm.name, self.world)
+            saved = state.get("weights", {})
+            taken = self.weights.load_state_dict(saved, same=saved_by == here)
+            keeping.warn_of_reset(saved.get("kept", {}), taken, saved_by, here)
+
+
+def several_on_a_host(group: _core.Group) -> bool:
+    """Whether any host has several ranks."""
+    most = torch.tensor([runtime.local_size()])
+    group.all_reduce(most, "max", None, False)
+    return int(most) > 1

@@ -1,0 +1,19 @@
+"""Which replica an algorithm needs."""
+
+from typing import Any, Unpack
+
+from torch import Tensor, nn
+
+from .algorithm import Algorithm
+from .asynchronous import Background
+from .background import BackgroundReplica
+from .local_replica import LocalReplica
+from .replica import Options, Replica
+
+
+def make(model: nn.Module, named: list[tuple[str, Tensor]], algorithm: Algorithm, **options: Unpack[Options]) -> Any:  # noqa: ANN401
+    """A `Replica`, or what can do the same for an algorithm that works in the background."""
+    if isinstance(algorithm, Background):
+        return BackgroundReplica(model, named, algorithm, **options)
+    kind = Replica if algorithm.sync() is None else LocalReplica
+    return kind(model, named, algorithm, **options)

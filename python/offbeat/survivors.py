@@ -1,0 +1,83 @@
+"""Gossip among the ranks that are left when some are lost.
+
+Groups have failed with the lost rank, so a thread of the core exchanges letters instead, which belong to no group. The
+training thread still waits for each round: it hands a copy of the parameters over, and adds what comes of it.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import _core, hooks, runtime
+from .steps import Gossip, Replicas
+
+# Seconds between rounds that the thread would begin by itself: it never does.
+NEVER = 1e8
+
+
+class Survivors:
+    """The rounds of those that are left. Members that are lost later are dropped from the graph by the core."""
+
+    def __init__(self, group: _core.Group, parameters: Sequence[Tensor], step: Gossip | Replicas) -> None:
+        self.parameters = list(parameters)
+        modular = isinstance(step, Replicas) and step.codec is not None
+        arguments: dict[str, object] = {"peers": step.peers, "seed": step.seed, "modular": modular}
+        counts = [hooks.elements(parameter) for parameter in self.parameters]
+        # the group is needed for its number only, which is the same on all ranks
+        self._core = runtime.current().background(group, counts, "stepwise", arguments, period=NEVER)
+        flats = [from_dlpack(capsule) for capsule in self._core.memory()]
+        self._snapshots, self._deltas = (
+            [hooks.places(flat, p, place) for p, place in zip(self.parameters, self._core.places, strict=True)]
+            for flat in flats
+        )
+        self._resting = False
+        self._core.start()
+
+    def start(self, number: int) -> bool:
+        """Begins a round, which has this number on all ranks; False if nobody else is left."""
+        self.resume()
+        # nothing is under way, so this is what the thread asks for first
+        if self._core.wait(only_results=False) is None:
+            return False
+        with torch.no_grad():
+            torch._foreach_copy_(self._snapshots, self.parameters)
+        self._core.taken(number)
+        return True
+
+    def land(self) -> bool:
+        """Waits for the round, and adds what came of it; False if nothing did."""
+        task = self._core.wait(only_results=False)
+        if task == "apply":
+            with torch.no_grad():
+                torch._foreach_add_(self.parameters, self._deltas)
+        if task is not None:
+            self._core.applied()
+        return task == "apply"
+
+    def rest(self) -> None:
+        """Says that this rank skips rounds until it comes back: nobody waits for it."""
+        if not self._resting:
+            self._resting = True
+            self._core.pause(0)
+
+    def resume(self) -> None:
+        """Says that it comes to the rounds that follow."""
+        if self._resting:
+            self._resting = False
+            self._core.resume()
+
+    @property
+    def living(self) -> int:
+        """How many ranks are left."""
+        return self._core.progress()[3]
+
+    def coded(self) -> tuple[int, int, int, float, float]:
+        """What encoding has done."""
+        return self._core.coded()
+
+    def remove(self) -> None:
+        """Says goodbye to the others."""
+        self._core.stop()
+        self._snapshots, self._deltas = [], []

@@ -1,0 +1,112 @@
+"""When weights are exchanged, and which of them: pure functions of the step."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeGuard
+
+from .errors import InvalidArgument
+from .steps import Gossip, Replicas, Step
+
+
+@dataclass(frozen=True)
+class Sync:
+    """An exchange of weights.
+
+    steps: what is done with each bucket of weights, in this order.
+    when: "after_step" of the optimizer; or "before_forward": it begins with the first forward in training after a step
+        and its result takes the place of the weights before the next one.
+    every: after how many steps all weights have been exchanged once.
+    fragments: into how many parts weights are divided, which take turns: one is exchanged every `every / fragments`
+        steps.
+    overlap: for how many steps training goes on while an exchange is under way. What these change is not lost: it is
+        added to the result.
+    after: steps before any of this, in which the algorithm's warm-up exchanges gradients.
+    restart: whether what the steps keep begins anew from weights that all ranks have alike, where that happens.
+    """
+
+    steps: Sequence[Step]
+    when: Literal["after_step", "before_forward"] = "after_step"
+    every: int = 1
+    fragments: int = 1
+    overlap: int = 0
+    after: int = 0
+    restart: bool = False
+
+    def __post_init__(self) -> None:
+        check_period(self.every, self.fragments, self.overlap)
+        if self.when not in ("after_step", "before_forward"):
+            raise InvalidArgument(f'when={self.when!r}; weights are exchanged "after_step" or "before_forward"')
+        if self.when == "before_forward" and (self.fragments, self.overlap) != (1, 0):
+            raise InvalidArgument('fragments and overlap are for when="after_step"')
+
+    @property
+    def interval(self) -> int:
+        """Steps from one exchange to the next."""
+        return self.every // self.fragments
+
+    @property
+    def gossip(self) -> Gossip | Replicas | None:
+        """The one step, if it is gossip of all weights at once: that goes on without ranks that are lost."""
+        only = self.steps[0] if len(self.steps) == 1 and (self.fragments, self.overlap) == (1, 0) else None
+        return only if isinstance(only, Gossip | Replicas) else None
+
+    def number(self, step: int) -> int:
+        """The number of the exchange that begins when so many steps have been made, among all of them."""
+        return (step - self.after) // self.interval
+
+    def starts(self, step: int) -> int | None:
+        """The fragment whose exchange begins when so many steps have been made."""
+        step -= self.after
+        if self.when == "before_forward":
+            return 0 if step >= 0 and step % self.every == 0 else None
+        return None if step < 1 else self._turn(step + self.overlap)
+
+    def ends(self, step: int) -> int | None:
+        """The fragment whose exchange ends, after an optimizer's step, when so many have been made."""
+        return None if self.when == "before_forward" else self._turn(step - self.after)
+
+    def _turn(self, step: int) -> int | None:
+        turns, rest = divmod(step, self.interval)
+        return (turns - 1) % self.fragments if turns > 0 and rest == 0 else None
+
+
+def divide(sizes: Sequence[int], fragments: int) -> list[list[int]]:
+    """Which tensors are in which fragment, so that all have about as many elements: the largest first, each to the
+    fragment with the least. Neighbours in the model end up in different ones, as is best for streaming."""
+    if fragments > len(sizes):
+        raise InvalidArgument(
+            f"fragments={fragments} of {len(sizes)} parameters, which are not divided any further; try {len(sizes)}"
+        )
+    parts: list[list[int]] = [[] for _ in range(fragments)]
+    loads = [0] * fragments
+    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
+        # where loads are equal the shorter list, so that none stays empty, also of parameters without elements
+        least = min(range(fragments), key=lambda part: (loads[part], len(parts[part]), part))
+        parts[least].append(index)
+        loads[least] += sizes[index]
+    return [sorted(part) for part in parts]
+
+
+def check_period(every: object, fragments: object = 1, overlap: object = 0) -> None:
+    """Raises unless exchanges can follow each other so."""
+    if not is_whole(every) or every < 1:
+        raise InvalidArgument(f"every={every!r}; try a whole number of steps from 1 on")
+    if not is_whole(fragments) or fragments < 1:
+        raise InvalidArgument(f"fragments={fragments!r}; try a whole number from 1 on")
+    if every % fragments:
+        raise InvalidArgument(
+            f"every={every} is no multiple of fragments={fragments}, so they could not take turns evenly; try "
+            f"every={fragments * max(1, round(every / fragments))}"
+        )
+    if not is_whole(overlap) or overlap < 0:
+        raise InvalidArgument(f"overlap={overlap!r}; try a whole number of steps from 0 on")
+    if overlap >= every // fragments:
+        raise InvalidArgument(
+            f"overlap={overlap} is not under every / fragments = {every // fragments}: an exchange would begin before "
+            f"the last has ended; try overlap={every // fragments - 1} or less"
+        )
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether it is a whole number, and no truth."""
+    return isinstance(value, int) and not isinstance(value, bool)

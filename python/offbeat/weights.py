@@ -1,0 +1,292 @@
+"""A replica's exchange of weights: copies parameters into buckets of their own, and back where it is time.
+
+What an exchange does is in the core, when it is due in `syncs.py`. Parameters are no views of these buckets, so that
+training goes on with them while an exchange is under way. Where gossip has lost a rank, `survivors.py` takes over.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import agreement, hooks, keeping, runtime, trace
+from .errors import NonFinite, PeerFailed, PeerLost
+from .steps import Parameter
+from .survivors import Survivors
+from .syncs import Sync, divide
+
+Named = Sequence[tuple[str, Tensor]]
+Coded = tuple[int, int, int, float, float]
+
+
+class Fragment:
+    """Some parameters, and the scheduler that exchanges them."""
+
+    def __init__(self, number: int, named: Named, sync: Sync, bucket_bytes: int) -> None:
+        self.number, self.names = number, [name for name, _ in named]
+        # the objects themselves: users may point them to other memory
+        self.parameters = [parameter for _, parameter in named]
+        # Parameters as they were when the exchange began, where training goes on meanwhile.
+        self.before: list[Tensor] = []
+        described = [step.describe([Parameter(name) for name in self.names]) for step in sync.steps]
+        core = runtime.current()
+        self.scheduler = core.scheduler(
+            core.lanes(flat=False),
+            number,
+            [(name, hooks.elements(p), hooks.rows(p), agreement.dtype_of(p)) for name, p in named],
+            what="weights",
+            when=sync.when,
+            every=sync.every,
+            warmup=0,
+            first=[],
+            steps=described,
+            bucket_bytes=bucket_bytes,
+        )
+        places: dict[int, Tensor] = {}
+        labels: list[str] = []
+        for capsule, slots in self.scheduler.buckets():
+            flat: Tensor = from_dlpack(capsule)
+            for index, offset in slots:
+                places[index] = hooks.places(flat, self.parameters[index], offset)
+            labels.append(", ".join(self.names[index] for index, _ in slots))
+        trace.names[number] = labels
+        self.places = [places[index] for index in range(len(self.names))]
+
+    def fill(self) -> None:
+        """Copies parameters into the buckets."""
+        torch._foreach_copy_(self.places, self.parameters)
+
+    def begin(self) -> None:
+        """What steps keep begins with these weights, which all ranks have alike."""
+        self.fill()
+        self.scheduler.begin()
+
+    def start(self, *, overlapped: bool) -> None:
+        """Begins an exchange."""
+        self.fill()
+        self.before = [place.clone() for place in self.places] if overlapped else []
+        self.scheduler.hold(False)
+        for index in range(len(self.names)):
+            self.scheduler.mark_ready(index)
+
+    def land(self, step: int, algorithm: str) -> None:
+        """Waits until the exchange is over. Its result stays in the buckets."""
+        self.scheduler.finish()
+        if self.scheduler.was_non_finite():
+            raise NonFinite(
+                f"weights of step {step} were NaN or infinite, and {algorithm} could not encode them; try: a lower "
+                "learning rate, clipping, or a GradScaler"
+            )
+
+    def show(self) -> None:
+        """Puts the result in the place of the parameters, and what they have moved meanwhile on top."""
+        if self.before:
+            torch._foreach_sub_(self.parameters, self.before)
+            torch._foreach_add_(self.parameters, self.places)
+            self.before = []
+        else:
+            torch._foreach_copy_(self.parameters, self.places)
+
+
+class Weights:
+    """All of a replica's weights. Every rank makes the same calls in the same order.
+
+    Gossip goes on when a rank is lost: what was under way is thrown away, which leaves the parameters as they are, and
+    from the next exchange on those that are left meet without groups. They need not notice in the same step.
+    """
+
+    def __init__(self, sync: Sync, algorithm: str, named: Named, bucket_bytes: int, number: Callable[[], int]) -> None:
+        self.sync, self.algorithm = sync, algorithm
+        # Steps of the optimizer, also those that a GradScaler skipped; exchanges that have been applied.
+        self.step = self.syncs = 0
+        # The fragment whose exchange has begun and is not applied, and whether its result is there.
+        self._flying: Fragment | None = None
+        self._landed = False
+        # What goes on with the ranks that are left, once some are lost; whether a round of it is under way; the number
+        # of the next; and what had been done before.
+        self.survivors: Survivors | None = None
+        self._meeting = False
+        self._next = 0
+        self._past: tuple[float, float] = (0.0, 0.0)
+        self._coded: list[Coded] = []
+        parts = divide([hooks.elements(parameter) for _, parameter in named], sync.fragments)
+        self.fragments = [Fragment(number(), [named[i] for i in part], sync, bucket_bytes) for part in parts]
+        self.begin()
+
+    def begin(self) -> None:
+        """What steps keep begins with the weights of now, which all ranks have alike."""
+        with torch.no_grad():
+            for fragment in self.fragments:
+                fragment.begin()
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether the warm-up is over."""
+        return self.step >= self.sync.after
+
+    @property
+    def is_before_forward(self) -> bool:
+        """Whether exchanges begin before forward, and not after a step."""
+        return self.sync.when == "before_forward"
+
+    # -- what happens in a step
+
+    @property
+    def is_due_before_forward(self) -> bool:
+        """Whether `forward_begins` has anything to do: not again in a step."""
+        return self.is_before_forward and not self.is_under_way
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether an exchange has begun and is not applied."""
+        return self._flying is not None or self._meeting
+
+    def forward_begins(self) -> None:
+        """Before a forward in training: begins an exchange that is due."""
+        due = self.sync.starts(self.step) if self.is_due_before_forward else None
+        if due is not None:
+            self._start(due, overlapped=False)
+
+    def step_begins(self) -> None:
+        """Before an optimizer's step: gradients were computed with the old weights, which may go now."""
+        if self.is_before_forward:
+            self._apply()
+
+    def step_ended(self) -> None:
+        """After an optimizer's step, or one that was skipped."""
+        self.step += 1
+        if self.is_before_forward:
+            return
+        due = self.sync.starts(self.step)
+        if due is not None:
+            self._start(due, overlapped=self.sync.overlap > 0)
+        if self.sync.ends(self.step) is not None:
+            self._apply()
+
+    def _start(self, due: int, *, overlapped: bool) -> None:
+        if self.survivors is not None:
+            number = self.sync.number(self.step)
+            self._meeting, self._next = self.survivors.start(number), number + 1
+            return
+        fragment = self.fragments[due]
+        with torch.no_grad():
+            fragment.start(overlapped=overlapped)
+        self._flying, self._landed = fragment, False
+
+    def _apply(self) -> None:
+        if self.survivors is not None and self._meeting:
+            self._meeting = False
+            self.syncs += self.survivors.land()
+            return
+        self.land()
+        fragment, self._flying = self._flying, None
+        if fragment is None:
+            return
+        with torch.no_grad():
+            fragment.show()
+        self.syncs += 1
+
+    def land(self) -> None:
+        """Waits for the exchange that is under way, if one is. It is applied when its time has come."""
+        if self._flying is not None and not self._landed:
+            try:
+                self._flying.land(self.step, self.algorithm)
+                self._landed = True
+            except (PeerLost, PeerFailed):
+                if not self.lose():
+                    raise
+
+    # -- when ranks are lost
+
+    def lose(self) -> bool:
+        """Goes on with those that are left, from the next exchange on; False if this algorithm cannot. The core tells
+        the user who is lost."""
+        gossip = self.sync.gossip
+        if gossip is None or not self.is_warm:
+            return False
+        if self.survivors is None:
+            self._past, self._coded = self.totals(), [self.coded()]
+            self._next = self.sync.number(self.step) + 1
+            (fragment,) = self.fragments
+            self.survivors = Survivors(fragment.scheduler.group, fragment.parameters, gossip)
+            self._forget()
+        return True
+
+    def rest(self) -> None:
+        """Between steps: this rank does something else, and those that are left need not wait for it."""
+        if self.survivors is not None and not self._meeting:
+            self.survivors.rest()
+
+    def resume(self) -> None:
+        """It comes back."""
+        if self.survivors is not None:
+            self.survivors.resume()
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, by names of parameters. An exchange under way is waited for, and its result saved: the
+        weights themselves stay as they are, whether they are saved before or after."""
+        self.land()
+        state: dict[str, Any] = {"step": self.step, "syncs": self.syncs}
+        if self.survivors is not None:
+            # copies of peers' weights, and a round under way, are not kept
+            return state | {"rounds": [self._next], "living": self.survivors.living}
+        state["rounds"] = [fragment.scheduler.totals()[0] for fragment in self.fragments]
+        kept: keeping.Kept = {}
+        for fragment in self.fragments:
+            kept |= keeping.save(fragment.scheduler, fragment.names)
+        state |= {"kept": kept} if kept else {}
+        if self._flying is not None:
+            flying = self._flying
+            state["result"] = {n: place.clone() for n, place in zip(flying.names, flying.places, strict=True)}
+            state["before"] = {n: values.clone() for n, values in zip(flying.names, flying.before, strict=False)}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], *, same: bool) -> keeping.Kept:
+        """Takes over what `state_dict` gave; of another world only what all ranks have alike. Gives what of all that
+        steps had kept was taken."""
+        self.step, self.syncs = state.get("step", self.step), state.get("syncs", self.syncs)
+        self._flying = None
+        for fragment, rounds in zip(self.fragments, state.get("rounds", ()), strict=False):
+            fragment.scheduler.resume(rounds)
+        kept: keeping.Kept = state.get("kept", {})
+        taken: keeping.Kept = {}
+        for fragment in self.fragments:
+            mine = kept if same else keeping.common(fragment.scheduler, fragment.names, kept)
+            keeping.restore(fragment.scheduler, fragment.names, mine)
+            taken |= mine
+        result, before = state.get("result", {}), state.get("before", {})
+        for fragment in self.fragments:
+            if same and result and set(fragment.names) == set(result):
+                for name, place in zip(fragment.names, fragment.places, strict=True):
+                    place.copy_(result[name])
+                fragment.before = [before[name].clone() for name in fragment.names] if before else []
+                self._flying, self._landed = fragment, True
+        return taken
+
+    def totals(self) -> tuple[float, float]:
+        """Seconds of communication, and seconds that were waited for."""
+        totals = [fragment.scheduler.totals() for fragment in self.fragments]
+        communication, exposed = self._past
+        return communication + sum(each[1] for each in totals), exposed + sum(each[2] for each in totals)
+
+    def coded(self) -> Coded:
+        """What encoding has done."""
+        counts = [*self._coded, *(fragment.scheduler.coded() for fragment in self.fragments)]
+        counts += [] if self.survivors is None else [self.survivors.coded()]
+        plain, coded, bad, errors, seconds = zip(*counts, strict=True)
+        return sum(plain), sum(coded), sum(bad), max(errors), sum(seconds)
+
+    def remove(self) -> None:
+        """Lets go of everything. What is under way is not applied."""
+        if self.survivors is not None:
+            self.survivors.remove()
+        self._forget()
+
+    def _forget(self) -> None:
+        for fragment in self.fragments:
+            trace.names.pop(fragment.number, None)
+        self.fragments, self._flying = [], None
