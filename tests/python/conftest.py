@@ -49,6 +49,9 @@ if TYPE_CHECKING:
 
     Script = Path | str | Callable[[], object]
 
+# Where tests run in the background Ctrl-C is ignored, and every process that they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 NETLAB = ROOT / "benches" / "netlab" / "netlab"
@@ -56,8 +59,15 @@ NETLAB = ROOT / "benches" / "netlab" / "netlab"
 MARK = "PYTEST_JOB"
 # What a rank must not inherit from the shell that runs the tests.
 FOREIGN = ("OFFBEAT_", "NCCL_", "GLOO_", "TORCHELASTIC_", "PET_", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_")
-# Scripts find `support` on the path; faulthandler lets a rank that hangs show its stacks before it is killed.
-OURS = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(HERE)}
+# Scripts find `support` on the path; faulthandler lets a rank that hangs show its stacks before it is killed. Torch's
+# bfloat16 dies of SIGILL in virtual machines that show a processor's AMX and do not let anybody use it.
+OURS = {
+    "OMP_NUM_THREADS": "1",
+    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+    "PYTHONFAULTHANDLER": "1",
+    "PYTHONUNBUFFERED": "1",
+    "PYTHONPATH": str(HERE),
+}
 
 
 @dataclass(frozen=True)

@@ -134,6 +134,7 @@ def settle(request: dict) -> None:
 
 
 def main() -> None:
+    import atexit
     import faulthandler
     import gc
     import runpy
@@ -142,6 +143,7 @@ def main() -> None:
     faulthandler.enable()
     # whatever scripts import; the package promises that nothing happens at import
     import numpy  # noqa: F401, ICN001
+    import torch._dynamo  # the first optimizer imports it, and it takes a second
     import torch.distributed
     import torch.utils.data
     import torch.utils.dlpack  # noqa: F401
@@ -149,6 +151,8 @@ def main() -> None:
     import offbeat  # noqa: F401
 
     gc.freeze()
+    # at the end of a rank, what is frozen would count as leaked by those modules that look
+    atexit.register(gc.unfreeze)
     sys.argv = serve(control)
     sys.path[0] = str(Path(sys.argv[0]).parent)
     sys.path.insert(1, str(HERE.parent))

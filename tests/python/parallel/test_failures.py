@@ -9,10 +9,11 @@ import pytest
 from support import told
 
 PLACES = {"one host": {}, "own hosts": lambda rank: {"OFFBEAT_HOST": f"h{rank}"}}
+MIXED = PLACES | {"two on one host": lambda rank: {"OFFBEAT_HOST": f"h{rank // 2}"}}
 
 
 def place(ranks, where, script, world, **options):
-    per_rank = PLACES[where]
+    per_rank = MIXED[where]
     if per_rank:
         options["per_rank"] = per_rank
     return ranks(script, world, **options)
@@ -105,6 +106,8 @@ def test_a_killed_rank_ends_the_job_under_torchrun(torchrun):
 @pytest.mark.parametrize("where", PLACES)
 def test_an_uncaught_exception_is_quoted_by_the_others(ranks, where):
     def script():
+        import time
+
         import torch
         from support import report
 
@@ -113,6 +116,7 @@ def test_an_uncaught_exception_is_quoted_by_the_others(ranks, where):
         offbeat.init(timeout=60.0)
         offbeat.barrier()
         if offbeat.rank() == 1:
+            time.sleep(0.5)  # the others have left the barrier by now
             raise ValueError("no more data in shard 7")
         report(offbeat.all_reduce, torch.ones(10))
 
@@ -369,7 +373,7 @@ def test_messages_that_do_not_fit_are_a_mismatch(ranks, where):
         assert "try:" in error["message"]
 
 
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("where", MIXED)
 @pytest.mark.parametrize("call", ["all_reduce", "recv", "handle"])
 def test_a_rank_that_never_calls_is_named_at_the_timeout(ranks, where, call):
     def script():
@@ -377,7 +381,7 @@ def test_a_rank_that_never_calls_is_named_at_the_timeout(ranks, where, call):
         import time
 
         import torch
-        from support import report, tell
+        from support import blocks, report, tell
 
         import offbeat
 
@@ -388,12 +392,7 @@ def test_a_rank_that_never_calls_is_named_at_the_timeout(ranks, where, call):
             report(offbeat.all_reduce, torch.ones(3))
         else:
             began = time.monotonic()
-            if sys.argv[1] == "recv":
-                report(offbeat.recv, torch.ones(3), 1)
-            elif sys.argv[1] == "handle":
-                report(offbeat.all_reduce(torch.ones(3), async_op=True).wait)
-            else:
-                report(offbeat.all_reduce, torch.ones(3))
+            report(blocks, sys.argv[1], 1)
             tell(took=time.monotonic() - began)
             if sys.argv[1] == "recv":
                 report(offbeat.all_reduce, torch.ones(3))
@@ -402,7 +401,8 @@ def test_a_rank_that_never_calls_is_named_at_the_timeout(ranks, where, call):
     for rank in survivors(job, 1):
         error, took, *_ = told(rank)
         assert error["kind"] == "Timeout", error
-        assert f"rank 1 (host {'h1' if where == 'own hosts' else ''}" in error["message"]
+        host = {"one host": "", "own hosts": "h1", "two on one host": "h0"}[where]
+        assert f"rank 1 (host {host}" in error["message"]
         assert f"pid {job.processes[1].pid}" in error["message"]
         assert ("all_reduce" if call != "recv" else "recv") in error["message"]
         assert 1.0 < took["took"] < 3.5
@@ -419,7 +419,7 @@ def test_ctrl_c_ends_a_blocked_call(ranks, where, call):
         import time
 
         import torch
-        from support import note_time, report
+        from support import blocks, note_time, report
 
         import offbeat
 
@@ -434,12 +434,7 @@ def test_ctrl_c_ends_a_blocked_call(ranks, where, call):
             report(offbeat.all_reduce, torch.ones(3))
             return
         try:
-            if sys.argv[1] == "recv":
-                offbeat.recv(torch.ones(3), 2)
-            elif sys.argv[1] == "handle":
-                offbeat.all_reduce(torch.ones(3), async_op=True).wait()
-            else:
-                offbeat.all_reduce(torch.ones(3))
+            blocks(sys.argv[1], 2)
         except KeyboardInterrupt:
             note_time("interrupted")
             raise

@@ -196,13 +196,13 @@ def test_wrong_settings_say_what_to_try(ranks):
     ranks(script, 1, args=[json.dumps(WRONG)])
 
 
-def test_profile_is_reserved(ranks):
+def test_a_profile_that_is_given_must_be_there(ranks):
     def script():
         from support import fails
 
         import offbeat
 
-        fails(offbeat.errors.Unsupported, "profile=|OFFBEAT_PROFILE", offbeat.init, profile="x.json")
+        fails(offbeat.errors.InvalidArgument, "x.json|profile=|offbeat tune", offbeat.init, profile="x.json")
 
     ranks(script, 1)
 
@@ -250,7 +250,8 @@ def test_calls_before_init_and_after_shutdown(ranks):
 
 
 @pytest.mark.parametrize("where", ["one host", "own hosts"])
-def test_a_wrong_token_is_refused(ranks, where):
+@pytest.mark.parametrize("wrong", [0, 2])
+def test_a_wrong_token_is_refused_and_all_are_told(ranks, where, wrong):
     def script():
         import time
 
@@ -259,23 +260,20 @@ def test_a_wrong_token_is_refused(ranks, where):
         import offbeat
 
         began = time.monotonic()
-        report(offbeat.init, connect_timeout=4.0)
+        report(offbeat.init, connect_timeout=40.0)
         tell(took=time.monotonic() - began)
 
     def mine(rank):
         host = {"OFFBEAT_HOST": f"h{rank}"} if where == "own hosts" else {}
-        return {"OFFBEAT_TOKEN": "wrong" if rank == 2 else "right", **host}
+        return {"OFFBEAT_TOKEN": "wrong" if rank == wrong else "right", **host}
 
     job = ranks(script, 3, per_rank=mine)
     for rank in job.ranks:
         error, took = told(rank)
         assert took["took"] < 15
-        if rank.rank == 2:
-            assert error["kind"] == "Unauthorized", error
-            assert "OFFBEAT_TOKEN" in error["message"]
-        else:
-            assert error["kind"] in ("Unauthorized", "Timeout", "PeerLost", "PeerFailed"), error
-            assert "rank 2" in error["message"]
+        assert error["kind"] == "Unauthorized", error
+        assert "OFFBEAT_TOKEN" in error["message"]
+        assert f"rank {wrong} " in error["message"]
         assert "wrong" not in rank.out + rank.err  # a secret is never shown
 
 
@@ -372,3 +370,43 @@ def test_torchrun_restarts(torchrun):
 
     job = torchrun(script, 2, max_restarts=1)
     assert [rank.out for rank in job.ranks] == ["2 1\n"] * 2
+
+
+@pytest.mark.parametrize(("dies", "after"), [(3, "card"), (1, "card"), (3, "attached"), (1, "attached")])
+@pytest.mark.parametrize("hosts", ["one", "many"])
+def test_a_rank_that_is_killed_while_ranks_link_is_named_soon(ranks, dies, after, hosts):
+    """And not when the time to connect is up."""
+
+    def script():
+        import os
+        import signal
+        import sys
+        import time
+
+        from support import report, tell
+
+        import offbeat
+        from offbeat import rendezvous
+
+        dies, after = int(sys.argv[1]), sys.argv[2]
+        if int(os.environ["RANK"]) == dies:
+            leave = rendezvous.Adapter.set
+
+            def set_and_die(self, key, value):
+                leave(self, key, value)
+                if key.startswith(after):
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            rendezvous.Adapter.set = set_and_die
+        tell(began=time.monotonic())
+        report(offbeat.init, connect_timeout=60)
+
+    named = {"per_rank": lambda rank: {"OFFBEAT_HOST": f"host{rank}"}} if hosts == "many" else {}
+    job = ranks(script, 4, args=[dies, after], check=False, **named)
+    assert [rank.code for rank in job.ranks] == [-9 if rank.rank == dies else 0 for rank in job.ranks], job.report()
+    for rank in job.ranks:
+        if rank.rank != dies:
+            began, story = told(rank)
+            assert (story["kind"], story["rank"]) == ("PeerLost", dies), story
+            assert "try:" in story["message"], story
+            assert story["at"] - began["began"] < 20, story

@@ -166,3 +166,51 @@ print("right\\n", end="")
     result = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count("right\n") == 2
+
+
+@pytest.mark.parametrize("env", [{}, {"OFFBEAT_SHM": "0"}], ids=["shared memory", "tcp"])
+def test_closed_groups_end(ranks, env):
+    """A job that makes groups again and again does not grow."""
+
+    def script():
+        import time
+        from pathlib import Path
+
+        import torch
+        from support import fails
+
+        import offbeat
+        from offbeat.errors import InvalidArgument
+
+        def threads():
+            names = [entry.read_text() for entry in Path("/proc/self/task").glob("*/comm")]
+            return [name for name in names if name.startswith("offbeat-group")]
+
+        offbeat.init(timeout=20.0)
+        for number in range(20):
+            group = offbeat.Group([0, 2])
+            if group.rank is not None:
+                tensor = torch.full((1000,), float(number))
+                handle = offbeat.all_reduce(tensor, group=group, async_op=True)
+                group.close()
+                assert handle.done()
+                assert bool((tensor == 2.0 * number).all())
+                words = "this group was closed|try:"
+                fails(InvalidArgument, words, offbeat.all_reduce, tensor, group=group)
+                fails(InvalidArgument, words, offbeat.barrier, group=group, async_op=True)
+            group.close()
+        deadline = time.monotonic() + 10.0
+        while threads():
+            assert time.monotonic() < deadline, threads()
+            time.sleep(0.01)
+
+        offbeat.barrier()  # the world goes on, and so do other groups
+        group = offbeat.Group([0, 1, 2])
+        offbeat.barrier(group=group)
+        offbeat.shutdown()
+        group.close()
+        offbeat.init()
+        group.close()
+        offbeat.barrier()
+
+    ranks(script, 3, env=env)

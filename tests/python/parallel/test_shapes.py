@@ -126,6 +126,50 @@ def test_autograd_is_left_alone(ranks):
     ranks(script, 2)
 
 
+def test_autograd_notices_what_was_overwritten(ranks):
+    def script():
+        import torch
+
+        import offbeat
+
+        offbeat.init()
+        me = offbeat.rank()
+
+        def backward_raises(write):
+            saved = torch.ones(4)
+            factor = torch.full((4,), 3.0, requires_grad=True)
+            result = (saved * factor).sum()
+            write(saved)
+            try:
+                result.backward()
+            except RuntimeError as error:
+                return "modified by an inplace operation" in str(error)
+            return False
+
+        group = offbeat.Group([0, 1])
+        parts = [torch.zeros(4), torch.zeros(4)]
+        assert backward_raises(offbeat.all_reduce)
+        assert backward_raises(lambda saved: offbeat.all_reduce(saved, group=group))
+        assert backward_raises(lambda saved: offbeat.all_reduce(saved, async_op=True).wait())
+        assert backward_raises(lambda saved: offbeat.all_reduce(saved.view(2, 2).t()))
+        assert backward_raises(lambda saved: offbeat.scatter(parts if me == 0 else None, 0, saved))
+        # only where something was written
+        assert backward_raises(lambda saved: offbeat.broadcast(saved, 1)) == (me == 0)
+        assert backward_raises(lambda saved: offbeat.reduce(saved, 1)) == (me == 1)
+        assert backward_raises(lambda saved: offbeat.send(saved, 1) if me == 0 else offbeat.recv(saved, 0)) == (me == 1)
+        assert not backward_raises(offbeat.all_gather)
+
+        # a value that is saved while the call is under way may be an old one
+        tensor = torch.ones(4)
+        handle = offbeat.all_reduce(tensor, async_op=True)
+        between = tensor._version
+        handle.wait()
+        assert tensor._version > between
+        offbeat.shutdown()
+
+    ranks(script, 2)
+
+
 def test_what_cannot_be_sent_says_why(ranks):
     def script():
         import warnings

@@ -37,6 +37,18 @@ def test_tables_and_how_to_see_links():
     assert result.stderr == ""
 
 
+def test_what_is_missing_of_cuda_is_one_line_and_no_fault(tmp_path):
+    """Empty files where the driver should be hide one that the machine may have."""
+    for name in ("libcuda.so", "libcuda.so.1"):
+        (tmp_path / name).touch()
+    result = offbeat("doctor", "--json", LD_LIBRARY_PATH=str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "panicked" not in result.stderr
+    gpu = dict(json.loads(result.stdout)["versions"])["GPU"]
+    assert gpu.startswith("no CUDA: libcuda.so.1 is not there; try: ")
+    assert "\n" not in gpu
+
+
 @pytest.mark.parametrize("spec", ["wlan77", "10.0.0.0/99"])
 def test_a_wrong_interface_is_told(spec):
     result = offbeat("doctor", "--json", OFFBEAT_SOCKET_IFNAME=spec)

@@ -15,7 +15,7 @@ from offbeat import errors
 NAMES = """
     init shutdown is_initialized rank world_size local_rank local_size host shared_empty all_reduce reduce broadcast
     all_gather gather scatter reduce_scatter all_to_all send recv barrier broadcast_object all_gather_object Group
-    codecs errors
+    codecs errors stats trace
 """
 
 

@@ -3,12 +3,12 @@
 import pytest
 
 from offbeat import settings
-from offbeat.errors import InvalidArgument, Unsupported
+from offbeat.errors import InvalidArgument
 
 
 @pytest.fixture(autouse=True)
 def nothing_set(monkeypatch):
-    for name in ("OFFBEAT_TIMEOUT", "OFFBEAT_TOKEN", "OFFBEAT_PROFILE", "OFFBEAT_RANK", *settings.INTERFACE_VARIABLES):
+    for name in ("OFFBEAT_TIMEOUT", "OFFBEAT_TOKEN", "OFFBEAT_RANK", *settings.INTERFACE_VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -74,10 +74,3 @@ def test_whole_numbers(monkeypatch):
         monkeypatch.setenv("OFFBEAT_RANK", wrong)
         with pytest.raises(InvalidArgument, match="OFFBEAT_RANK"):
             settings.whole("rank", None, variables=variables, least=0)
-
-
-def test_profiles_are_reserved(monkeypatch):
-    assert settings.profile(None) is None
-    monkeypatch.setenv("OFFBEAT_PROFILE", "x")
-    with pytest.raises(Unsupported, match="OFFBEAT_PROFILE"):
-        settings.profile(None)

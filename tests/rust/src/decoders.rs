@@ -2,6 +2,7 @@
 //! may panic, whatever the bytes, and what is accepted must be what we would have written.
 
 use offbeat_core::Error;
+use offbeat_core::codec::{self, TopK};
 use offbeat_core::collective::blocks::decode_shape;
 use offbeat_core::config::Config;
 use offbeat_core::describe::Description;
@@ -14,7 +15,7 @@ use offbeat_core::transport::rendezvous::Card;
 pub type Decoder = fn(&[u8]);
 
 /// All of them, under the names of their fuzz targets and corpus directories.
-pub const ALL: [(&str, Decoder); 10] = [
+pub const ALL: [(&str, Decoder); 11] = [
     ("header", header),
     ("hello", hello),
     ("reply", reply),
@@ -25,6 +26,7 @@ pub const ALL: [(&str, Decoder); 10] = [
     ("shape", shape),
     ("selector", selector),
     ("environment", environment),
+    ("codec", codec),
 ];
 
 const DIALER: Nonce = [1; 32];
@@ -153,5 +155,30 @@ pub fn environment(bytes: &[u8]) {
             assert!(config.options.streams != Some(0));
         }
         Err(error) => assert!(error.message.contains("OFFBEAT_"), "{error}"),
+    }
+}
+
+/// Encoded data: a codec's number, a count, and bytes, of which as many are read as the count asks for. The length is
+/// checked before anything is decoded, the bytes can be anything.
+pub fn codec(bytes: &[u8]) {
+    let [number, low, high] = padded::<3>(bytes);
+    let count = usize::from(u16::from_le_bytes([low, high]) % 5000);
+    let data = |length: usize| -> Vec<u8> {
+        let rest = bytes.get(3..).filter(|rest| !rest.is_empty()).unwrap_or(&[0xff]);
+        rest.iter().copied().cycle().take(length).collect()
+    };
+    let mut out = vec![1.0; count];
+    if let Some(codec) = codec::by_code(number) {
+        let data = data(codec.encoded_len(count));
+        codec.decode(&data, &mut out);
+        codec.decode_add(&data, &mut out);
+        assert!(codec.non_finite(&data) <= count.div_ceil(codec.block()));
+    } else if let Ok(top) = TopK::new(count, f64::from(number) / 256.0) {
+        let data = data(top.encoded_len());
+        let before = out.clone();
+        if top.decode(&data, &mut out).is_err() {
+            assert_eq!(out, before);
+        }
+        assert!(top.non_finite(&data) <= top.chosen());
     }
 }

@@ -3,11 +3,15 @@
 //! - [`world`]: starts the ranks, gives each an engine, and fails loudly instead of hanging
 //! - [`tensor`]: memory with canaries around it, plain or shared, and the calls on it
 //! - [`reference`]: what collectives must compute, written down a second time
+//! - [`mixing`]: what gossip must compute, likewise
+//! - [`arithmetic`]: what codecs must compute, likewise
 //! - [`decoders`]: one function for each reader of bytes from outside, run by fuzzers and by the stored corpus alike
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a harness fails tests by panicking")]
 
+pub mod arithmetic;
 pub mod decoders;
+pub mod mixing;
 pub mod reference;
 pub mod tensor;
 pub mod world;

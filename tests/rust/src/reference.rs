@@ -5,6 +5,8 @@ use half::{bf16, f16};
 use offbeat_core::codec::Codec;
 use offbeat_core::dtype::{DType, Op};
 
+use crate::arithmetic;
+
 /// A well-mixed number for a position (splitmix64).
 pub fn mix(seed: u64, position: u64) -> u64 {
     let mut z = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(position.wrapping_mul(0xbf58_476d_1ce4_e5b9));
@@ -127,7 +129,7 @@ fn fold<T: Copy>(hosts: &[Vec<usize>], get: impl Fn(usize) -> T, combine: impl F
     hosts[1..].iter().fold(sum(&hosts[0]), |all, host| combine(all, sum(host)))
 }
 
-fn read_f32(dtype: DType, bytes: &[u8], at: usize) -> f32 {
+pub(crate) fn read_f32(dtype: DType, bytes: &[u8], at: usize) -> f32 {
     let two = || u16::from_le_bytes(bytes[at * 2..at * 2 + 2].try_into().unwrap());
     match dtype {
         DType::F32 => f32::from_le_bytes(bytes[at * 4..at * 4 + 4].try_into().unwrap()),
@@ -136,7 +138,7 @@ fn read_f32(dtype: DType, bytes: &[u8], at: usize) -> f32 {
     }
 }
 
-fn write_f32(dtype: DType, value: f32, out: &mut Vec<u8>) {
+pub(crate) fn write_f32(dtype: DType, value: f32, out: &mut Vec<u8>) {
     match dtype {
         DType::F32 => out.extend(value.to_le_bytes()),
         DType::F16 => out.extend(f16::from_f32(value).to_le_bytes()),
@@ -179,42 +181,51 @@ pub fn reduce(hosts: &[Vec<usize>], inputs: &[Vec<u8>], dtype: DType, op: Op) ->
     out
 }
 
-/// An all_reduce through a codec of two bytes an element: the result, and how far it may be from the exact one.
+/// An all_reduce through a codec that ignores its salt: the result, and how far each element may be from the exact one.
 pub fn reduce_coded(
     hosts: &[Vec<usize>],
     inputs: &[Vec<u8>],
     dtype: DType,
     op: Op,
     codec: &dyn Codec,
-) -> (Vec<u8>, f32) {
-    let round = |value: f32| match codec.name() {
-        "float16" => f16::from_f32(value).to_f32(),
-        _ => bf16::from_f32(value).to_f32(),
-    };
-    let divisor = if op == Op::Mean { inputs.len() as f32 } else { 1.0 };
+) -> (Vec<u8>, Vec<f32>) {
     let count = inputs[0].len() / dtype.size();
-    let (mut out, mut bound) = (Vec::new(), 0f32);
-    for at in 0..count {
-        let get = |place: usize| read_f32(dtype, &inputs[place], at);
-        let sums: Vec<f32> =
-            hosts.iter().map(|host| host[1..].iter().fold(get(host[0]), |sum, place| sum + get(*place))).collect();
+    let divisor = if op == Op::Mean { inputs.len() as f32 } else { 1.0 };
+    let sum_of = |host: &Vec<usize>| -> Vec<f32> {
+        let get = |place: usize, at| read_f32(dtype, &inputs[place], at);
+        (0..count).map(|at| host[1..].iter().fold(get(host[0], at), |sum, place| sum + get(*place, at))).collect()
+    };
+    let mut errors = vec![0f32; count];
+    let mut coded = |values: &[f32], divisor: f32| {
+        for (values, errors) in values.chunks(codec.block()).zip(errors.chunks_mut(codec.block())) {
+            let bound = codec.error_bound(values) / divisor;
+            errors.iter_mut().for_each(|error| *error += bound);
+        }
+        let bytes = arithmetic::encode(codec.name(), values, 0, &[]);
+        arithmetic::decode(codec.name(), &bytes, count)
+    };
+    let mut values = vec![0f32; count];
+    for (at, host) in hosts.iter().enumerate() {
         // nothing is encoded on one host
-        let (value, error) = if hosts.len() == 1 {
-            (sums[0] / divisor, 0.0)
-        } else {
-            let sum = sums[1..].iter().fold(round(sums[0]), |all, sum| all + round(*sum)) / divisor;
-            let lost: f32 = sums.iter().map(|sum| codec.error_bound(&[*sum])).sum();
-            (round(sum), lost / divisor + codec.error_bound(&[sum]))
-        };
+        let sum = if hosts.len() == 1 { sum_of(host) } else { coded(&sum_of(host), divisor) };
+        values = if at == 0 { sum } else { values.iter().zip(sum).map(|(value, sum)| value + sum).collect() };
+    }
+    values.iter_mut().for_each(|value| *value /= divisor);
+    if hosts.len() > 1 {
+        values = coded(&values, 1.0);
+    }
+    let mut out = Vec::new();
+    for (value, error) in values.iter().zip(&mut errors) {
         let last = match dtype {
             DType::F32 => 0.0,
             DType::F16 => value.abs() / 1024.0,
             _ => value.abs() / 128.0,
         };
-        bound = bound.max(error + last + value.abs() * 1e-6);
-        write_f32(dtype, value, &mut out);
+        // sums of coded values are rounded where their size is that of the errors too
+        *error += last + (value.abs() + *error) * 1e-6;
+        write_f32(dtype, *value, &mut out);
     }
-    (out, bound)
+    (out, errors)
 }
 
 /// The elements as f64, for distances.

@@ -4,6 +4,7 @@ use offbeat_core::Result;
 use offbeat_core::buffer::{Buffer, Owned, Shaped};
 use offbeat_core::call::Call;
 use offbeat_core::codec::Codec;
+use offbeat_core::coding::Coding;
 use offbeat_core::dtype::{DType, Op};
 use offbeat_core::event::{Output, Queue, Ticket};
 use offbeat_core::group::{Group, Work};
@@ -108,7 +109,7 @@ pub fn enqueue(group: &Group, call: Call) -> Result<Ticket> {
 
 /// An all_reduce of a tensor, in place.
 pub fn all_reduce(tensor: &Tensor, op: Op, codec: Option<&'static dyn Codec>) -> Call {
-    Call::AllReduce { tensor: tensor.view(), op, codec }
+    Call::AllReduce { tensor: tensor.view(), op, coding: codec.map(Coding::plain) }
 }
 
 /// The contents of what a call gave.

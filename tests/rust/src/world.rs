@@ -62,25 +62,30 @@ impl Setup {
     /// passed, fails the test with the stories of all ranks.
     pub fn spawn<T: Send + 'static>(self, act: impl Fn(&mut Rank) -> T + Send + Sync + 'static) -> Vec<T> {
         let world = self.layout.len();
-        let (act, store, line) = (Arc::new(act), Arc::new(MemoryStore::default()), Arc::new(FinishLine::default()));
+        let (act, store) = (Arc::new(act), Arc::new(MemoryStore::default()));
+        let lines = Arc::new((Line::default(), Line::default()));
         let (done, results) = mpsc::channel();
         for rank in 0..world {
             let (setup, act, store) = (self.clone(), Arc::clone(&act), Arc::clone(&store));
-            let (line, done) = (Arc::clone(&line), done.clone());
+            let (lines, done) = (Arc::clone(&lines), done.clone());
             let run = move || {
+                let (start, finish) = &*lines;
                 let limit = Instant::now() + setup.deadline;
                 let work = || {
                     let engine = Engine::connect(setup.config(rank), Some(&*store), rank as u32, world as u32, None);
                     let engine = engine.unwrap_or_else(|error| panic!("cannot connect: {error}"));
+                    // a rank whose first call fails at once would end the linking of those that are not done with it
+                    start.wait_for_all(world, limit);
                     let mut rank = Rank { rank, layout: setup.layout.clone(), engine: Some(engine) };
                     let value = act(&mut rank);
                     // who leaves early must not look lost to those who are still at work
-                    line.wait_for_all(world, limit);
+                    finish.wait_for_all(world, limit);
                     value
                 };
                 let result = catch_unwind(AssertUnwindSafe(work)).map_err(|panic| text_of(&*panic));
                 if result.is_err() {
-                    line.give_up();
+                    start.give_up();
+                    finish.give_up();
                 }
                 // the test may have given up already
                 let _ = done.send((rank, result));
@@ -126,15 +131,15 @@ fn text_of(panic: &(dyn Any + Send)) -> String {
     text.unwrap_or("panic").to_owned()
 }
 
-/// Where ranks wait for each other before they shut down.
+/// Where ranks wait for each other: before they act, and before they shut down.
 #[derive(Default)]
-struct FinishLine {
+struct Line {
     /// How many have come, and whether somebody never will.
     state: Mutex<(usize, bool)>,
     changed: Condvar,
 }
 
-impl FinishLine {
+impl Line {
     fn wait_for_all(&self, world: usize, limit: Instant) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.0 += 1;

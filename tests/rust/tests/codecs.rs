@@ -2,14 +2,12 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 
-use offbeat_core::codec::{BFloat16, Codec, Float16};
+use offbeat_core::codec::{BFloat16, Codec, Float16, Int4, KNOWN, MinMax8, OneBit, Qsgd};
 use offbeat_core::config::Tuning;
 use offbeat_core::dtype::{DType, Op};
 use offbeat_tests::reference::{self, Values, difference, fill, hosts, numbers};
 use offbeat_tests::tensor::{Memory, Tensor, all_reduce, run};
 use offbeat_tests::{ALWAYS_SHORT, LAYOUTS, NEVER_SHORT, Rank, Setup, TINY};
-
-const CODECS: [&dyn Codec; 2] = [&Float16, &BFloat16];
 
 fn inputs(rank: &Rank, dtype: DType, count: usize) -> Vec<Vec<u8>> {
     (0..rank.world()).map(|rank| fill(dtype, Values::Finite, (count * 16 + rank) as u64, count)).collect()
@@ -22,12 +20,17 @@ fn coded(rank: &Rank, memory: Memory, dtype: DType, op: Op, count: usize, codec:
     let tensor = Tensor::new(rank, memory, dtype, &inputs[rank.rank]);
     run(rank.engine().world(), all_reduce(&tensor, op, Some(codec))).unwrap_or_else(|e| panic!("{what}: {e}"));
     let got = tensor.bytes();
-    let (expected, bound) = reference::reduce_coded(&hosts(&labels), &inputs, dtype, op, codec);
-    if let Some(difference) = difference(dtype, &got, &expected) {
+    let (expected, bounds) = reference::reduce_coded(&hosts(&labels), &inputs, dtype, op, codec);
+    // the reference draws other random numbers, so a stochastic codec is held to its bound only
+    if codec.is_biased()
+        && let Some(difference) = difference(dtype, &got, &expected)
+    {
         panic!("{what}: {difference}");
     }
     let exact = reference::reduce(&hosts(&labels), &inputs, dtype, op);
-    for (got, exact) in numbers(dtype, &got).iter().zip(numbers(dtype, &exact)) {
+    for ((got, exact), bound) in numbers(dtype, &got).iter().zip(numbers(dtype, &exact)).zip(bounds) {
+        // what the last encoding may lose depends on the sum that was encoded, which is another one here
+        let bound = if codec.is_biased() { bound } else { bound * 1.1 };
         assert!((got - exact).abs() <= f64::from(bound), "{what}: {got} is further than {bound} from {exact}");
     }
 }
@@ -40,10 +43,77 @@ fn codecs_keep_the_rule_and_the_bound_on_every_way() {
                 let mut turn = 0;
                 for dtype in [DType::F32, DType::F16, DType::BF16] {
                     for count in [0, 1, 2, 7, 15, 16, 17, 33, 64, 97, 500, 1000] {
-                        for codec in CODECS {
+                        for codec in [&Float16 as &dyn Codec, &BFloat16] {
                             turn += 1;
                             let op = if turn % 4 < 2 { Op::Sum } else { Op::Mean };
                             coded(rank, Memory::ALL[turn % 3], dtype, op, count, codec);
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
+/// Blocks of up to 2048 elements in chunks that would be shorter: data is cut between blocks only.
+#[test]
+fn blocks_stay_whole_on_every_way() {
+    for layout in LAYOUTS {
+        for tuning in [TINY, ALWAYS_SHORT] {
+            Setup::new(layout, tuning).spawn(|rank| {
+                let mut turn = 0;
+                for dtype in [DType::F32, DType::F16, DType::BF16] {
+                    for count in [0, 1, 127, 129, 513, 2047, 2049, 9000] {
+                        for codec in [&MinMax8 as &dyn Codec, &Int4, &Qsgd, &OneBit] {
+                            turn += 1;
+                            let op = if turn % 5 < 3 { Op::Sum } else { Op::Mean };
+                            coded(rank, Memory::ALL[turn % 3], dtype, op, count, codec);
+                        }
+                    }
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn random_numbers_depend_on_the_call_and_not_on_the_way() {
+    for layout in [&["a", "b"][..], &["a", "b", "c"], &["a", "a", "b"]] {
+        let results = [TINY, NEVER_SHORT, ALWAYS_SHORT].map(|tuning| {
+            Setup::new(layout, tuning).spawn(|rank| {
+                let inputs = inputs(rank, DType::F32, 9000);
+                let twice = [(); 2].map(|()| {
+                    let tensor = Tensor::new(rank, Memory::Plain, DType::F32, &inputs[rank.rank]);
+                    run(rank.engine().world(), all_reduce(&tensor, Op::Sum, Some(&Qsgd))).unwrap();
+                    tensor.bytes()
+                });
+                assert!(twice[0] != twice[1], "two calls rounded alike");
+                twice
+            })
+        });
+        assert!(results.iter().flatten().all(|result| *result == results[0][0]), "{layout:?}");
+    }
+}
+
+#[test]
+fn what_is_not_finite_reaches_every_rank_in_its_block_only() {
+    for layout in [&["a", "b"][..], &["a", "b", "c"], &["a", "a", "b"]] {
+        for tuning in [TINY, ALWAYS_SHORT] {
+            Setup::new(layout, tuning).spawn(|rank| {
+                for (codec, odd) in KNOWN.into_iter().zip([f32::NAN, f32::INFINITY].into_iter().cycle()) {
+                    let mut values = vec![0.25f32; 5000];
+                    if rank.rank == 1 {
+                        values[2500] = odd;
+                    }
+                    let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
+                    let tensor = Tensor::new(rank, Memory::Plain, DType::F32, &bytes);
+                    run(rank.engine().world(), all_reduce(&tensor, Op::Mean, Some(codec))).unwrap();
+                    let block = 2500 / codec.block();
+                    for (at, value) in numbers(DType::F32, &tensor.bytes()).iter().enumerate() {
+                        if at / codec.block() == block {
+                            assert!(!value.is_finite(), "{} at {at}: {value}", codec.name());
+                        } else {
+                            assert!((value - 0.25).abs() < 0.01, "{} at {at}: {value}", codec.name());
                         }
                     }
                 }
@@ -81,7 +151,9 @@ fn long_data_in_slices_over_several_streams() {
                 let expected = reference::reduce(&hosts(&labels), &inputs, dtype, op);
                 assert_eq!(difference(dtype, &tensor.bytes(), &expected), None);
             }
-            coded(rank, Memory::Shared, DType::F32, Op::Mean, count, &BFloat16);
+            for codec in [&BFloat16 as &dyn Codec, &MinMax8, &OneBit] {
+                coded(rank, Memory::Shared, DType::F32, Op::Mean, count, codec);
+            }
         });
     }
 }

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::path::{Path, PathBuf};
 
-use offbeat_core::codec::Float16;
+use offbeat_core::codec::{Float16, KNOWN, Salt, TopK};
 use offbeat_core::describe::{CallKind, Description};
 use offbeat_core::dtype::{DType, Op};
 use offbeat_core::transport::frame::{FrameKind, Header, MAX_PAYLOAD};
@@ -111,6 +111,31 @@ fn shapes() -> Seeds {
     seeds
 }
 
+fn codecs() -> Seeds {
+    let values: Vec<f32> = (0..300).map(|at| (at as f32 * 0.7).sin()).collect();
+    let seed = |number: u8, data: &[u8]| [&[number, 44, 1][..], data].concat();
+    let mut seeds = Vec::new();
+    for codec in KNOWN {
+        let mut data = vec![0; codec.encoded_len(values.len())];
+        codec.encode(&values, Salt::default(), &mut data);
+        if seeds.is_empty() {
+            seeds = seeds_of(&seed(codec.code(), &data));
+        }
+        seeds.push((codec.name(), seed(codec.code(), &data)));
+    }
+    let top = TopK::new(values.len(), 64.0 / 256.0).unwrap();
+    let mut data = vec![0; top.encoded_len()];
+    top.encode(&values, &mut data);
+    seeds.push(("top_k", seed(64, &data)));
+    seeds.push(("top_k_backwards", seed(64, &data.iter().rev().copied().collect::<Vec<u8>>())));
+    // scales that are negative, infinite and NaN
+    let scales = [-1f32, f32::INFINITY, f32::NAN, f32::MAX, -f32::MIN_POSITIVE, 1e-45];
+    let scales: Vec<u8> = scales.iter().flat_map(|scale| scale.to_le_bytes()).collect();
+    let names = ["scales_1", "scales_2", "scales_3", "scales_4", "scales_5", "scales_6"];
+    seeds.extend(names.into_iter().zip(1..).map(|(name, number)| (name, seed(number, &scales))));
+    seeds
+}
+
 fn texts(valid: &[&'static str]) -> Seeds {
     let mut seeds = seeds_of(valid[0].as_bytes());
     for (name, text) in
@@ -135,8 +160,16 @@ fn seeds() -> BTreeMap<&'static str, Seeds> {
     let mut cards = seeds_of(&card.to_bytes());
     cards.push((
         "no_addresses",
-        Card { addresses: Vec::new(), socket: Err("switched off".to_owned()), ..card }.to_bytes(),
+        Card { addresses: Vec::new(), socket: Err("switched off".to_owned()), ..card.clone() }.to_bytes(),
     ));
+    // texts of characters that are 1 to 4 bytes long, whole and cut in the middle of one
+    let wide = Card { host: "hö☃𝄞".to_owned(), ..card }.to_bytes();
+    let mut cut = wide.clone();
+    if let Some(byte) = cut.iter_mut().find(|byte| **byte == 0xf0) {
+        *byte = b'x';
+    }
+    cards.push(("wide_text", wide));
+    cards.push(("not_utf8", cut));
     // a string that claims to be longer than memory
     cards.push(("endless_string", vec![0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f, b'x']));
     let mut stories = seeds_of(&Error::of_rank(Kind::PeerLost, 3, "b", "rank 3 (host b, pid 812) is gone").to_bytes());
@@ -162,6 +195,7 @@ fn seeds() -> BTreeMap<&'static str, Seeds> {
         ("story", stories),
         ("description", seeds_of(&description.encode())),
         ("shape", shapes()),
+        ("codec", codecs()),
         ("selector", texts(&["eth0", "=eth0,ib0", "^docker", "10.0.0.0/8", "^=lo,fd00::/8", "1.2.3.4/33", ",", "/"])),
         (
             "environment",

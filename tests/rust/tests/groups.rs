@@ -207,3 +207,70 @@ fn calls_after_a_shutdown_are_refused() {
         assert_eq!(run(&group, Call::Barrier).unwrap_err().kind, Kind::NotInitialized);
     });
 }
+
+/// The words of a call on a closed group.
+fn refusal(group: &Group) -> Error {
+    let error = run(group, Call::Barrier).unwrap_err();
+    let Err(queued) = enqueue(group, Call::Barrier) else { panic!("a call was queued") };
+    assert_eq!(queued, error);
+    error
+}
+
+#[test]
+fn closed_groups_end_after_what_is_queued_and_give_their_memory_back() {
+    for layout in LAYOUTS.iter().filter(|layout| layout.len() == 5) {
+        spawn(layout, TINY, |rank| {
+            let engine = rank.engine();
+            let place = || engine.shared(1 << 20).unwrap().offset();
+            let before = place();
+            for round in 0..25 {
+                let groups: Vec<Group> = SUBSETS.iter().map(|ranks| engine.group(ranks, None).unwrap()).collect();
+                for group in &groups {
+                    let member = group.ranks().contains(&(rank.rank as u32));
+                    let tensor = Tensor::new(rank, Memory::Shared, DType::F32, &value(rank.rank, round, 40));
+                    let queued = member.then(|| enqueue(group, all_reduce(&tensor, Op::Sum, None)).unwrap());
+                    engine.close_group(group, None).unwrap();
+                    if let Some(queued) = queued {
+                        assert!(queued.done());
+                        let expected = sum(&rank.layout, group.ranks(), round, 40);
+                        assert_eq!(difference(DType::F32, &tensor.bytes(), &expected), None);
+                        let error = refusal(group);
+                        assert_eq!(error.kind, Kind::InvalidArgument);
+                        assert!(error.message.contains("closed") && error.message.contains("try:"), "{error}");
+                    }
+                }
+                groups.iter().for_each(|group| engine.close_group(group, None).unwrap());
+            }
+            assert_eq!(place(), before);
+            // the world is as it was, and lasts
+            reduce_in(rank, engine.world(), 1, 100);
+            assert_eq!(engine.close_group(engine.world(), None).unwrap_err().kind, Kind::InvalidArgument);
+            reduce_in(rank, engine.world(), 2, 100);
+        });
+    }
+}
+
+#[test]
+fn closing_is_a_call_that_all_members_make() {
+    for layout in [&["a", "a", "a"][..], &["a", "b", "c"], &["a", "b", "a"]] {
+        spawn(layout, TINY, |rank| {
+            let engine = rank.engine();
+            let group = engine.group(&[0, 1, 2], None).unwrap();
+            let error = match rank.rank {
+                1 => engine.close_group(&group, None).unwrap_err(),
+                _ => run(&group, Call::Barrier).unwrap_err(),
+            };
+            assert_eq!(error.kind, Kind::Mismatch, "{error}");
+            assert!(error.message.contains("close") && error.message.contains("barrier"), "{error}");
+            if rank.rank == 1 {
+                assert_eq!(refusal(&group).kind, Kind::InvalidArgument);
+            } else {
+                assert_eq!(engine.close_group(&group, None).unwrap_err(), error);
+            }
+            engine.close_group(&group, None).unwrap();
+            let again = engine.group(&[0, 1, 2], None).unwrap();
+            reduce_in(rank, &again, 3, 100);
+            engine.close_group(&again, None).unwrap();
+        });
+    }
+}

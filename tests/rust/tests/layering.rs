@@ -1,4 +1,4 @@
-//! The rules of the house that a compiler does not check, read off the sources of transport and core: who may use whom,
+//! The rules of the house that a compiler does not check, read off the sources of transport, core and cuda: who may use whom,
 //! no Python and no CUDA, no panics, a reason for every unsafe, and no long files.
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
@@ -12,17 +12,45 @@ const CORE: &[(&str, &[&str])] = &[
     ("lib", &[]),
     ("config", &[]),
     ("topology", &[]),
+    ("digest", &[]),
     ("dtype", &[]),
     ("buffer", &["dtype"]),
+    ("bucket", &["buffer", "dtype"]),
+    ("readiness", &["bucket"]),
     ("event", &["buffer"]),
     ("reduce", &["dtype"]),
     ("codec", &["reduce"]),
-    ("describe", &["codec", "dtype"]),
-    ("call", &["buffer", "codec", "describe", "dtype"]),
-    ("collective", &["buffer", "codec", "config", "describe", "dtype", "reduce", "topology"]),
+    ("coding", &["codec"]),
+    ("graph", &["coding"]),
+    ("describe", &["codec", "dtype", "graph"]),
+    ("call", &["buffer", "codec", "coding", "describe", "dtype", "graph"]),
+    ("collective", &["buffer", "codec", "coding", "config", "describe", "dtype", "graph", "reduce", "topology"]),
     ("message", &["buffer", "config", "describe", "dtype"]),
-    ("group", &["buffer", "call", "collective", "config", "dtype", "event", "topology"]),
-    ("engine", &["buffer", "call", "config", "dtype", "event", "group", "message", "topology"]),
+    ("perform", &["buffer", "call", "collective", "dtype", "event"]),
+    ("group", &["call", "collective", "config", "event", "perform", "topology"]),
+    (
+        "algorithm",
+        &["bucket", "buffer", "call", "codec", "coding", "digest", "dtype", "event", "graph", "group", "reduce"],
+    ),
+    ("scheduler", &["algorithm", "bucket", "buffer", "call", "coding", "dtype", "event", "group", "readiness"]),
+    ("background", &["codec", "coding", "graph"]),
+    (
+        "engine",
+        &[
+            "algorithm",
+            "background",
+            "bucket",
+            "buffer",
+            "call",
+            "config",
+            "dtype",
+            "event",
+            "group",
+            "message",
+            "scheduler",
+            "topology",
+        ],
+    ),
 ];
 
 /// The modules of core that may talk to the transport, and to which of its modules. Types at its root are free.
@@ -31,10 +59,13 @@ const CORE_TO_TRANSPORT: &[(&str, &[&str])] = &[
     ("config", &["mesh"]),
     ("describe", &["frame"]),
     ("event", &[]),
-    ("collective", &["frame", "inbox", "mesh", "outbox", "pool", "roster", "shm"]),
-    ("message", &["frame", "inbox", "mesh", "outbox", "roster", "shm"]),
-    ("group", &["fork", "mesh", "roster", "shm"]),
-    ("engine", &["fork", "link", "mesh", "rendezvous", "roster", "shm"]),
+    ("collective", &["frame", "inbox", "mesh", "outbox", "pool", "shm", "watchdog"]),
+    ("message", &["frame", "inbox", "mesh", "outbox", "shm", "watchdog"]),
+    ("group", &["fork", "mesh", "shm", "watchdog"]),
+    ("algorithm", &["shm", "trace"]),
+    ("scheduler", &["fork", "mesh", "shm", "trace"]),
+    ("background", &["fork", "frame", "inbox", "mesh", "roster", "shm"]),
+    ("engine", &["fork", "link", "mesh", "rendezvous", "shm", "trace", "watchdog"]),
 ];
 
 /// As [`CORE`], for the transport.
@@ -45,17 +76,20 @@ const TRANSPORT: &[(&str, &[&str])] = &[
     ("pool", &[]),
     ("address", &["error"]),
     ("frame", &["error"]),
+    ("trace", &["frame"]),
     ("host", &["frame"]),
     ("handshake", &["error", "frame"]),
     ("rendezvous", &["error", "handshake", "host"]),
     ("roster", &["error", "rendezvous"]),
+    ("watchdog", &["error", "roster"]),
     ("socket", &["address", "fork"]),
-    ("inbox", &["frame", "pool", "roster"]),
-    ("outbox", &["frame", "pool", "roster", "socket"]),
-    ("link", &["error", "frame", "inbox", "outbox", "pool", "roster", "socket"]),
-    ("shm", &["error", "frame", "handshake", "roster", "socket"]),
+    ("inbox", &["frame", "pool", "watchdog"]),
+    ("outbox", &["frame", "pool", "socket", "trace", "watchdog"]),
+    ("link", &["error", "frame", "inbox", "outbox", "pool", "roster", "socket", "trace"]),
+    ("shm", &["error", "frame", "handshake", "socket", "watchdog"]),
     ("tcp", &["address", "error", "fork", "handshake", "shm", "socket"]),
-    ("linking", &["address", "error", "handshake", "link", "rendezvous", "shm", "socket", "tcp"]),
+    ("late", &["address", "error", "rendezvous", "tcp"]),
+    ("linking", &["address", "error", "handshake", "late", "link", "rendezvous", "shm", "socket", "tcp"]),
     (
         "mesh",
         &[
@@ -66,6 +100,7 @@ const TRANSPORT: &[(&str, &[&str])] = &[
             "handshake",
             "host",
             "inbox",
+            "late",
             "link",
             "linking",
             "outbox",
@@ -75,9 +110,34 @@ const TRANSPORT: &[(&str, &[&str])] = &[
             "shm",
             "socket",
             "tcp",
+            "trace",
+            "watchdog",
         ],
     ),
 ];
+
+/// As [`CORE`], for CUDA.
+const CUDA: &[(&str, &[&str])] = &[
+    ("lib", &[]),
+    ("story", &[]),
+    ("nccl", &[]),
+    ("library", &["nccl"]),
+    ("device", &["library"]),
+    ("stream", &["device", "story"]),
+    ("memory", &["stream"]),
+    ("module", &["device", "stream"]),
+    ("kernels", &["device", "module", "stream"]),
+    ("plan", &[]),
+    ("communicator", &["device", "nccl", "story", "stream"]),
+    ("watch", &["communicator", "stream"]),
+    ("collective", &["communicator", "kernels", "memory", "plan", "stream"]),
+    ("compressed", &["collective", "kernels", "memory", "plan", "stream"]),
+    ("gossip", &["collective", "kernels", "memory", "plan", "stream"]),
+    ("queue", &["collective", "compressed", "gossip", "stream", "watch"]),
+];
+
+/// What CUDA may know of core: values, traits and pure functions; no engine, no group, no mesh.
+const CUDA_TO_CORE: &[&str] = &["buffer", "codec", "coding", "dtype", "event", "graph", "topology"];
 
 const LONGEST_FILE: usize = 600;
 
@@ -286,6 +346,13 @@ fn wrong_uses_of_transport(source: &Source) -> Vec<String> {
         .collect()
 }
 
+fn wrong_uses_of_core(source: &Source) -> Vec<String> {
+    let names = used(&source.code, "offbeat_core");
+    let modules = names.iter().filter(|name| name.starts_with(char::is_lowercase));
+    let wrong = modules.filter(|name| !CUDA_TO_CORE.contains(&name.as_str()));
+    wrong.map(|name| format!("{}: may not use the core's {name}", source.path)).collect()
+}
+
 fn foreign_words(source: &Source) -> Vec<String> {
     let known = |line: &str| source.path == KNOWS_PLACES.0 && line.contains(KNOWS_PLACES.1);
     let lines = source.code.lines().enumerate().filter(|(_, line)| !known(line));
@@ -367,8 +434,27 @@ fn transport_keeps_the_rules_and_knows_no_core() {
 }
 
 #[test]
+fn cuda_keeps_the_rules_and_knows_cores_traits_only() {
+    let mut wrong: Vec<String> = Vec::new();
+    for source in sources("rust/cuda") {
+        wrong.extend(wrong_uses(&source, CUDA, prefixes(&source)));
+        wrong.extend(wrong_uses_of_core(&source));
+        wrong.extend([panics(&source), unexplained_unsafe(&source), too_long(&source)].concat());
+        wrong
+            .extend(source.code.contains("offbeat_transport").then(|| format!("{}: knows the transport", source.path)));
+        wrong.extend(source.code.contains("pyo3").then(|| format!("{}: knows Python", source.path)));
+    }
+    assert_none(&wrong);
+}
+
+#[test]
 fn manifests_name_no_crate_of_another_floor() {
-    for (of, words) in [("transport", &["offbeat-core", "pyo3", "cudarc", "half"][..]), ("core", &["pyo3", "cudarc"])] {
+    let floors = [
+        ("transport", &["offbeat-core", "offbeat-cuda", "pyo3", "cudarc", "half"][..]),
+        ("core", &["offbeat-cuda", "pyo3", "cudarc"]),
+        ("cuda", &["offbeat-transport", "pyo3"]),
+    ];
+    for (of, words) in floors {
         let manifest = std::fs::read_to_string(root().join(format!("rust/{of}/Cargo.toml"))).unwrap();
         let wrong: Vec<&&str> = words.iter().filter(|word| manifest.contains(**word)).collect();
         assert!(wrong.is_empty(), "rust/{of}/Cargo.toml names {wrong:?}");
@@ -377,7 +463,7 @@ fn manifests_name_no_crate_of_another_floor() {
 
 #[test]
 fn the_tables_allow_no_circle_and_name_what_is_there() {
-    for (of, table) in [("rust/core", CORE), ("rust/transport", TRANSPORT)] {
+    for (of, table) in [("rust/core", CORE), ("rust/transport", TRANSPORT), ("rust/cuda", CUDA)] {
         let mut left: BTreeMap<&str, BTreeSet<&str>> =
             table.iter().map(|(name, uses)| (*name, uses.iter().copied().collect())).collect();
         while !left.is_empty() {
@@ -412,6 +498,8 @@ fn every_rule_finds_its_offender() {
         offends(&wrong_uses_of_transport, "group.rs", "use offbeat_transport::{Error, tcp::dial, mesh::Mesh};"),
         1
     );
+
+    assert_eq!(offends(&wrong_uses_of_core, "queue.rs", "use offbeat_core::{Error, event::Event, engine::Engine};"), 1);
 
     assert_eq!(offends(&foreign_words, "engine.rs", "fn cuda_stream() {}\n// CUDA\nlet s = \"pyo3\";"), 1);
     assert_eq!(offends(&foreign_words, "buffer.rs", "Cuda(u32),"), 0);

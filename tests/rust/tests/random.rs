@@ -6,9 +6,10 @@ use offbeat_core::call::Call;
 use offbeat_core::config::Tuning;
 use offbeat_core::dtype::{DType, Op};
 use offbeat_core::event::Event;
+use offbeat_core::graph::{Graph, Peers};
 use offbeat_tests::reference::{self, Values, difference, fill, hosts, ops};
 use offbeat_tests::tensor::{Memory, Tensor, contents, enqueue, run};
-use offbeat_tests::{Rank, Setup};
+use offbeat_tests::{Rank, Setup, mixing};
 use proptest::prelude::*;
 
 /// One call, the same on every rank.
@@ -26,7 +27,7 @@ struct Step {
 fn step() -> impl Strategy<Value = Step> {
     let lengths = prop_oneof![3 => 0usize..40, 2 => 40usize..400, 1 => 400usize..6000];
     let memory = prop_oneof![Just(Memory::Plain), Just(Memory::Shared), Just(Memory::Mixed)];
-    (0u8..9, 0usize..13, 0usize..8, lengths, 0usize..5, memory, any::<bool>()).prop_map(
+    (0u8..11, 0usize..13, 0usize..8, lengths, 0usize..5, memory, any::<bool>()).prop_map(
         |(kind, dtype, op, count, root, memory, queued)| Step {
             kind,
             dtype: DType::ALL[dtype],
@@ -75,7 +76,7 @@ fn perform(rank: &Rank, number: usize, step: &Step) {
     let views = || list.iter().map(Tensor::view).collect::<Vec<_>>();
     match step.kind {
         0 => {
-            go(Call::AllReduce { tensor: whole.view(), op, codec: None });
+            go(Call::AllReduce { tensor: whole.view(), op, coding: None });
             same(&whole.bytes(), &sum(0, step.count));
         }
         1 => {
@@ -110,8 +111,26 @@ fn perform(rank: &Rank, number: usize, step: &Step) {
             let parts: Vec<Vec<u8>> = everyone().map(|from| data(from, me, length(from, me))).collect();
             assert_eq!(go(Call::AllToAll { tensors: views() }), parts, "step {number} {step:?}");
         }
+        8 if dtype.is_float() => {
+            let graph = graph_of(step, hosts(&labels).len());
+            let inputs: Vec<Vec<u8>> = everyone().map(|from| data(from, 0, step.count)).collect();
+            let my_host = hosts(&labels).iter().position(|host| host.contains(&me)).unwrap();
+            go(Call::Gossip { tensor: whole.view(), out: None, graph, step: number as u64 });
+            same(&whole.bytes(), &mixing::gossip(&graph, number as u64, &hosts(&labels), &inputs, dtype, my_host));
+        }
+        9 => {
+            let peers = graph_of(step, world).peers(me, number as u64);
+            let blocks = peers.iter().map(|to| (*to as u32, list[*to].view())).collect();
+            let parts: Vec<Vec<u8>> = peers.iter().map(|from| data(*from, me, length(*from, me))).collect();
+            assert_eq!(go(Call::Exchange { blocks, step: number as u64 }), parts, "step {number} {step:?}");
+        }
         _ => drop(go(Call::Barrier)),
     }
+}
+
+fn graph_of(step: &Step, nodes: usize) -> Graph {
+    Graph::new(Peers::ALL[step.root % 5], nodes, step.root as u64)
+        .unwrap_or_else(|_| Graph::new(Peers::Random, nodes, 1).unwrap())
 }
 
 proptest! {

@@ -1,0 +1,203 @@
+"""What algorithms that exchange weights are equal to, and what they preserve."""
+
+import pytest
+from support import told
+
+
+def apart(rank):
+    """Every rank is a host of its own."""
+    return {"OFFBEAT_HOST": f"host{rank}"}
+
+
+def on(layout):
+    """Rank n is on host layout[n]."""
+    return lambda rank: {"OFFBEAT_HOST": layout[rank]}
+
+
+@pytest.mark.parametrize("layout", ["ab", "abc", "aabb"])
+def test_averaging_weights_in_every_step_is_averaging_gradients(ranks, layout):
+    """LocalSGD(1) with plain SGD is allreduce; so is one that never leaves its warm-up, to the last bit."""
+
+    def script():
+        import torch
+        from support import differences, make_model, same_everywhere, tell, train
+
+        import offbeat
+        from offbeat.algorithms import DiLoCo, LocalSGD
+
+        offbeat.init()
+
+        def run(algorithm, momentum=0.0):
+            model = make_model("mlp")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            train(model, optimizer, "mlp", range(8))
+            optimizer.remove()
+            return model
+
+        exact = run("allreduce")
+        for name, algorithm in {
+            "local": LocalSGD(1),
+            "diloco": DiLoCo(1, outer_lr=1.0, outer_momentum=0.0),
+            "late": LocalSGD(1, warmup_steps=3),
+            "warm": LocalSGD(4, warmup_steps=100),
+        }.items():
+            other = run(algorithm)
+            away = max(differences(other, exact).values())
+            tell(name=name, away=away, equal=same_everywhere(*other.parameters()))
+        offbeat.shutdown()
+
+    for rank in ranks(script, len(layout), per_rank=on(layout)).ranks:
+        facts = {fact["name"]: fact for fact in told(rank)}
+        assert all(fact["equal"] for fact in facts.values()), facts
+        assert all(fact["away"] < 1e-6 for fact in facts.values()), facts
+        assert facts["warm"]["away"] == 0
+
+
+def test_diloco_is_what_it_says(ranks):
+    """The outer step by the formula; one with outer_lr=1 and no momentum is LocalSGD; streaming by hand."""
+
+    def script():
+        import torch
+        from support import differences, loss_of, make_batch, make_model, same_everywhere, tell, train
+
+        import offbeat
+        from offbeat.algorithms import DiLoCo, LocalSGD
+        from offbeat.syncs import divide
+
+        offbeat.init()
+        world, steps, rate = offbeat.world_size(), 12, 0.1
+
+        def run(algorithm):
+            model = make_model("mlp")
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            train(model, optimizer, "mlp", range(steps))
+            optimizer.remove()
+            return model
+
+        def by_hand(every, lr, momentum, fragments=1, overlap=0):
+            """All ranks in one process."""
+            models = [make_model("mlp") for _ in range(world)]
+            inner = [torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9) for model in models]
+            anchor = [p.detach().clone() for p in models[0].parameters()]
+            speed = [torch.zeros_like(p) for p in anchor]
+            parts = divide([p.numel() for p in anchor], fragments)
+            interval, begun = every // fragments, None
+            for step in range(1, steps + 1):
+                for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
+                    optimizer.zero_grad()
+                    loss_of(model, make_batch("mlp", rank, step - 1)).backward()
+                    optimizer.step()
+                with torch.no_grad():
+                    if (step + overlap) % interval == 0:
+                        begun = [[p.clone() for p in model.parameters()] for model in models]
+                    if step % interval == 0:
+                        for at in parts[(step // interval - 1) % fragments]:
+                            d = sum(anchor[at] - weights[at] for weights in begun) / world
+                            speed[at] = momentum * speed[at] + d
+                            anchor[at] = anchor[at] - lr * (d + momentum * speed[at])
+                            for model, weights in zip(models, begun, strict=True):
+                                x = list(model.parameters())[at]
+                                x.copy_(anchor[at] + (x - weights[at]))
+            return models[offbeat.rank()]
+
+        for name, algorithm, other in [
+            ("plain", DiLoCo(4, outer_lr=1.0, outer_momentum=0.0), run(LocalSGD(4))),
+            ("outer", DiLoCo(4), by_hand(4, 0.7, 0.9)),
+            ("codec", DiLoCo(4, codec="minmax8"), by_hand(4, 0.7, 0.9)),
+            ("fragments", DiLoCo(6, fragments=3), by_hand(6, 0.7, 0.9, 3)),
+            ("overlap", DiLoCo(6, fragments=2, overlap=2), by_hand(6, 0.7, 0.9, 2, 2)),
+            ("one", DiLoCo(4, fragments=1, overlap=0), run(DiLoCo(4))),
+        ]:
+            model = run(algorithm)
+            tell(name=name, away=max(differences(model, other).values()), equal=same_everywhere(*model.parameters()))
+        offbeat.shutdown()
+
+    for rank in ranks(script, 3, per_rank=apart).ranks:
+        facts = {fact["name"]: fact for fact in told(rank)}
+        assert facts["one"]["away"] == 0
+        assert facts["plain"]["away"] < 1e-6, facts
+        assert all(facts[name]["away"] < 2e-6 for name in ("outer", "fragments", "overlap")), facts
+        assert 1e-6 < facts["codec"]["away"] < 0.01, facts
+        assert [name for name in facts if facts[name]["equal"]] == ["plain", "outer", "codec", "one"], facts
+
+
+@pytest.mark.parametrize("peers", ["all", "ring", "shift_one", "exponential", "random"])
+def test_decentralized_is_its_formula(ranks, peers):
+    """x = Σ W x - lr · g, with g from before the average; the sum over ranks goes on as if there were none."""
+
+    def script():
+        import sys
+
+        import torch
+        from support import differences, loss_of, make_batch, make_model, tell, train
+
+        import offbeat
+        from offbeat.algorithms import Decentralized, LowPrecisionDecentralized
+
+        offbeat.init()
+        peers = sys.argv[1]
+        world, steps, rate = offbeat.world_size(), 7, 0.1
+
+        def peers_of(rank, step):
+            if peers == "all":
+                return range(world)
+            if peers == "ring":
+                return {(rank - 1) % world, rank, (rank + 1) % world}
+            if peers == "exponential":
+                return {rank, rank ^ (1 << step % 2)}
+            half = world // 2
+            return {rank, (step + rank) % half + half if rank < half else (rank - half - step) % half}
+
+        def run(algorithm):
+            model = make_model("mlp")
+            optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            train(model, optimizer, "mlp", range(steps))
+            optimizer.remove()
+            return model
+
+        model = run(Decentralized(peers, seed=3))
+        models = [make_model("mlp") for _ in range(world)]
+        if peers != "random":
+            for step in range(steps):
+                before = [[p.detach().clone() for p in each.parameters()] for each in models]
+                for rank, each in enumerate(models):
+                    loss = loss_of(each, make_batch("mlp", rank, step))
+                    gradients = torch.autograd.grad(loss, list(each.parameters()))
+                    around = sorted(peers_of(rank, step))
+                    for at, (p, g) in enumerate(zip(each.parameters(), gradients, strict=True)):
+                        with torch.no_grad():
+                            p.copy_(sum(before[peer][at] for peer in around) / len(around) - rate * g)
+            tell(away=max(differences(model, models[offbeat.rank()]).values()))
+        if peers == "ring":
+            # differences without a codec are the same gossip
+            other = run(LowPrecisionDecentralized(codec=None))
+            tell(away=max(differences(other, models[offbeat.rank()]).values()))
+        # without a learning rate only the average is left, which preserves the sum and draws all together
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        optimizer = offbeat.DistributedOptimizer(optimizer, model, Decentralized(peers, seed=3))
+        first = next(model.parameters())
+        with torch.no_grad():
+            first.mul_(1 + offbeat.rank())
+        sums = []
+        for step in range(6):
+            value = first.detach().double().clone()
+            offbeat.all_reduce(value)
+            sums.append(value)
+            train(model, optimizer, "mlp", [step])
+        tell(lost=max(float((value - sums[0]).abs().max() / sums[0].abs().max()) for value in sums))
+        apart = offbeat.consolidate(model)
+        again = offbeat.consolidate(model)
+        tell(spread=apart, again=again, told=offbeat.stats()["models"][0]["spread"])
+        offbeat.shutdown()
+
+    job = ranks(script, 4, per_rank=apart, args=[peers])
+    for rank in job.ranks:
+        facts = told(rank)
+        assert all(fact["away"] < 1e-6 for fact in facts if "away" in fact), facts
+        assert next(fact["lost"] for fact in facts if "lost" in fact) < 1e-6, facts
+        spread = next(fact for fact in facts if "spread" in fact)
+        assert spread["again"] == spread["told"] == 0, facts
+        assert spread["spread"] < (1e-6 if peers in ("all", "exponential", "shift_one") else 0.5), facts
