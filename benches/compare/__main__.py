@@ -6,6 +6,7 @@ Sizes are powers of two (1 kB = 1024 bytes). Results go to out/compare.json and 
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shlex
 import signal
@@ -13,14 +14,13 @@ import sys
 import time
 from itertools import groupby
 
-from . import chart, idle, launch, machine, report
+from . import algorithms, chart, codecs, idle, launch, machine, report, survivors, training, training_jobs
 from .cases import Case, Result, all_cases, size_text
 from .engines import missing
+from .launch import say
 
 REPETITIONS, QUICK = 21, 7
-OUT = launch.ROOT / "out"
-BENCHMARKS = launch.ROOT / "BENCHMARKS.md"
-IDLE = "idle"
+IDLE, CODECS, SURVIVORS = "idle", "codecs", "survivors"
 
 
 def arguments() -> argparse.Namespace:
@@ -36,10 +36,6 @@ def arguments() -> argparse.Namespace:
     if a.update and (a.quick or a.only):
         p.error("--update wants a full run: numbers of different runs do not belong in one table")
     return a
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def choose_engines(without: list[str], skipped: list[str]) -> list[str]:
@@ -85,9 +81,13 @@ def measure(cases: list[Case], engines: list[str], repetitions: int, steps: int,
 def main() -> int:
     a = arguments()
     cases = [case for case in all_cases() if re.search(a.only, case.key)]
+    trials = [trial for trial in training.all_trials() if re.search(a.only, trial.key)]
+    courses = [course for course in algorithms.all_courses() if re.search(a.only, course.key)]
+    with_codecs, with_survivors = bool(re.search(a.only, CODECS)), bool(re.search(a.only, SURVIVORS))
     with_idle = bool(re.search(a.only, IDLE)) and sys.platform == "linux"
     if a.list:
-        print(*(case.key for case in all_cases()), IDLE, sep="\n")
+        keyed = (*all_cases(), *training.all_trials(), *algorithms.all_courses())
+        print(*(one.key for one in keyed), SURVIVORS, CODECS, IDLE, sep="\n")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     began, before = time.monotonic(), machine.load()
@@ -97,13 +97,27 @@ def main() -> int:
         say(f"skipped: {reason}")
     if before > 0.5:
         say(f"the machine is busy (load average {before:.1f}): take the numbers as provisional")
-    repetitions, steps = QUICK if a.quick else REPETITIONS, len(cases) + with_idle
+    repetitions = QUICK if a.quick else REPETITIONS
+    steps = len(cases) + len(trials) + len(courses) + with_survivors + with_codecs + with_idle
     results = measure(cases, engines, repetitions, steps, skipped)
+    numbers = itertools.count(len(cases) + 1)
+
+    def progress(text: str) -> None:
+        say(f"[{next(numbers):2}/{steps}] {time.monotonic() - began:5.0f} s  {text}")
+
+    trained = training_jobs.measure_all(trials, engines, skipped, progress, quick=a.quick)
+    passed = training_jobs.pass_all(courses, engines, skipped, progress, quick=a.quick)
+    survived = survivors.measure_all(skipped, progress) if with_survivors and "ours" in engines else []
+    speeds: list[codecs.Speed] = []
+    if with_codecs:
+        progress("codecs on one core")
+        speeds, why = codecs.measure()
+        if why:
+            skipped.append(f"codecs: {why}")
     idles = {}
     if with_idle:
         rounds = 1 if a.quick else idle.ROUNDS
-        spent = time.monotonic() - began
-        say(f"[{steps:2}/{steps}] {spent:5.0f} s  idle ranks, {rounds} × {idle.WATCHED:.0f} s for each engine")
+        progress(f"idle ranks, {rounds} × {idle.WATCHED:.0f} s for each engine")
         idles = idle.measure(engines, rounds)
     done = report.Report(
         machine=machine.describe(),
@@ -113,11 +127,18 @@ def main() -> int:
         date=time.strftime("%Y-%m-%d"),
         load=(before, machine.load()),
         results=results,
+        training=trained,
+        passed=passed,
+        survived=survived,
+        codecs=speeds,
         idle=idles,
         skipped=skipped,
     )
     write(done, update=a.update)
     failed = [r.case.key for r in results if r.failure or r.wrong]
+    failed += [o.trial.key for o in trained if o.failure or o.wrong]
+    failed += [p.course.key for p in passed if p.failure or p.wrong]
+    failed += [f"{SURVIVORS}: {one.algorithm}" for one in survived if one.failure]
     if failed:
         say(f"failed: {', '.join(failed)}")
     say(f"{time.monotonic() - began:.0f} s in all")
@@ -125,16 +146,16 @@ def main() -> int:
 
 
 def write(done: report.Report, *, update: bool) -> None:
-    OUT.mkdir(exist_ok=True)
+    launch.OUT.mkdir(exist_ok=True)
     print(report.tables(done))
-    report.save_json(OUT / "compare.json", done)
+    report.save_json(launch.OUT / "compare.json", done)
     why = chart.missing()
     if why:
         say(f"no picture: {why}")
     else:
-        chart.draw(OUT / "compare.png", done.results)
+        chart.draw(launch.OUT / "compare.png", done.results)
     if update:
-        report.update(BENCHMARKS, done)
+        report.put_between(launch.BENCHMARKS, "compare", report.measured_part(done))
 
 
 if __name__ == "__main__":

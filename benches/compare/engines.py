@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -120,3 +120,10 @@ def missing(name: str) -> str:
         if found is None:
             return f"no module {module}"
     return ""
+
+
+def algorithm(constructor: str) -> Any:
+    """The algorithm that a text such as `TopK(ratio=0.01)` makes: tables stay data, and a job can be JSON."""
+    from offbeat import algorithms
+
+    return eval(constructor, dict(vars(algorithms)))

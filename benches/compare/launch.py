@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
+OUT = ROOT / "out"
+BENCHMARKS = ROOT / "BENCHMARKS.md"
 NETLAB = ROOT / "benches" / "netlab" / "netlab"
 JOB_TIMEOUT = 900.0
 # No one configuration of OpenMPI is the fastest at every size, so each case gets the one that was, in a sweep of seven
@@ -31,6 +33,10 @@ MPI_PROFILES = {
     "middle": {"coll": "^han", "smsc": "^cma"},  # copies in two steps, through shared memory
     "large": {"smsc": "cma"},  # one copy, by the kernel
 }
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def mpirun() -> str | None:
@@ -119,16 +125,25 @@ def local_starts(world: int, command: list[str]) -> list[tuple[list[str], dict[s
     return starts
 
 
-def starts_for(case: Case, engines: list[str], command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
-    place = case.place
+def rank_starts(place: Place, command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    """One process for each rank, on this host or on emulated ones. Hosts without a rate are hosts by name only."""
     if place.emulated:
         words = [str(NETLAB), "--all", "--hosts", str(place.hosts), "--ranks", str(place.ranks_per_host)]
         words += ["--rate", place.rate, "--delay", place.delay, "--timeout", str(JOB_TIMEOUT)]
         return [([sys.executable, *words, "--", *command], environment())]
-    if "mpi" in engines:
+    starts = local_starts(place.world, command)
+    if place.hosts > 1:
+        for rank, (_, env) in enumerate(starts):
+            env["OFFBEAT_HOST"] = f"host{rank // place.ranks_per_host}"
+    return starts
+
+
+def starts_for(case: Case, engines: list[str], command: list[str]) -> list[tuple[list[str], dict[str, str]]]:
+    if "mpi" in engines and not case.place.emulated:
         env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        return [([mpirun() or "mpirun", *mpi_flags(mpi_profile(case)), "-n", str(place.world), *command], env)]
-    return local_starts(place.world, command)
+        words = [mpirun() or "mpirun", *mpi_flags(mpi_profile(case)), "-n", str(case.place.world)]
+        return [([*words, *command], env)]
+    return rank_starts(case.place, command)
 
 
 def wait_for(running: list[subprocess.Popen[bytes]], timeout: float) -> str:
@@ -154,8 +169,21 @@ def run(place: Place, cases: list[Case], engines: list[str], job: dict[str, Any]
         with processes(starts_for(cases[0], engines, command)) as running:
             failure = wait_for(running, JOB_TIMEOUT)
         if failure:
-            print(f"{place.title}: {failure}", file=sys.stderr)
+            say(f"{place.title}: {failure}")
         return collect(directory, place.world, cases, failure)
+
+
+def run_ranks(place: Place, module: str, job: dict[str, Any], timeout: float) -> tuple[list[Any], str]:
+    """Runs `python -m module job.json` as every rank of a place; gives what each left in rank<R>.json, or why not."""
+    with tempfile.TemporaryDirectory(prefix="offbeat-bench-") as name:
+        path = Path(name, "job.json")
+        path.write_text(json.dumps(job | {"directory": name}))
+        with processes(rank_starts(place, [sys.executable, "-m", module, str(path)])) as running:
+            failure = wait_for(running, timeout)
+        written = [Path(name, f"rank{rank}.json") for rank in range(place.world)]
+        if not all(one.exists() for one in written):
+            return [], failure or "no result"
+        return [json.loads(one.read_text()) for one in written], failure
 
 
 def collect(directory: Path, world: int, cases: list[Case], failure: str) -> list[Result]:

@@ -7,6 +7,7 @@ together, which needs no engine. Rank 0 shows progress.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
 import os
 import signal
@@ -29,6 +30,12 @@ def die_with_parent() -> None:
     """Nothing stays behind, even when the launching process is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """The same on two ranks only if all their weights have the same bits."""
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    return hashlib.sha256(bytes(weights.view(torch.uint8).numpy())).hexdigest()[:16]
 
 
 def adopt_mpi_environment() -> None:

@@ -70,7 +70,7 @@ fn serve(engine: &Engine, jobs: &Receiver<Job>, start: &Barrier, done: &Sender<D
         let buffer = Buffer::host(memory.start(), count, DType::F32);
         let run = || {
             let tensor = Shaped { buffer, shape: vec![count as u64] };
-            let call = Call::AllReduce { tensor, op: Op::Sum, codec: None };
+            let call = Call::AllReduce { tensor, op: Op::Sum, coding: None };
             engine.world().run(Work { call, keep: None }, None).unwrap();
         };
         run();
