@@ -1,0 +1,62 @@
+"""An algorithm of your own: signSGD with momentum, where ranks vote on the direction of each weight.
+
+torchrun --nproc-per-node 4 examples/08_your_own_algorithm.py
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+import offbeat
+from offbeat.steps import AllReduce, Apply, Bucket, Step
+
+
+@dataclass(frozen=True)
+class MajorityVote(offbeat.Algorithm):
+    """Every rank votes with the signs of its momentum, one bit each; the gradient becomes what most have voted for."""
+
+    name: ClassVar[str] = "majority_vote"
+
+    beta: float = 0.9
+
+    def steps(self) -> Sequence[Step]:
+        return [
+            Apply(self.vote, state=["momentum"]),
+            AllReduce("sum", "onebit"),  # signs are exact in it, and so is the sign of their sum
+            Apply(self.count),
+        ]
+
+    def vote(self, bucket: Bucket) -> None:
+        momentum = bucket.state["momentum"].lerp_(bucket.values, 1 - self.beta)
+        bucket.values.copy_(momentum.sign())
+
+    def count(self, bucket: Bucket) -> None:
+        bucket.values.sign_()
+
+
+def main() -> None:
+    offbeat.init()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.003)  # a step of this size for every weight
+    optimizer = offbeat.DistributedOptimizer(optimizer, model, MajorityVote())
+
+    generator = torch.Generator().manual_seed(offbeat.rank())  # each rank its own share of the data
+    losses = []
+    for _ in range(100):
+        inputs = torch.randn(32, 8, generator=generator)
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    if offbeat.rank() == 0:
+        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} with {offbeat.world_size()} ranks")
+    offbeat.shutdown()
+
+
+if __name__ == "__main__":
+    main()
