@@ -19,12 +19,13 @@ STAMPS := $(VENV)/.stamps
 DEPENDENCIES := $(shell cksum < pyproject.toml | cut -d ' ' -f 1)
 DEV := $(STAMPS)/dev-$(DEPENDENCIES)
 BENCH := $(STAMPS)/bench-$(DEPENDENCIES)
+GPU_CHECK := $(STAMPS)/gpu-check-$(DEPENDENCIES)
 BUILD := $(STAMPS)/build
 WHEEL := dist/.built
 
 RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
 PYTHON_SOURCES := $(shell find python/offbeat -name '*.py' -o -name '*.pyi' -o -name py.typed)
-PYTHON_DIRS := $(wildcard python tests/python examples benches)
+PYTHON_DIRS := $(wildcard python tests/python tests/gpu kernels examples benches)
 
 # One interpreter for pyo3 in every build, or cargo and maturin would rebuild it in turns.
 export PYO3_PYTHON := $(BIN)/python
@@ -35,7 +36,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@awk -F '## ' '/^\.PHONY: .*## / { sub(/\.PHONY: /, "", $$1); printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-.PHONY: demo ## collectives between local ranks, ours beside gloo (RANKS=4)
+.PHONY: demo ## trains a network on local ranks, beside torch's DDP: picture and traces in out/ (RANKS=4)
 demo: build
 	@$(PY) -m torch.distributed.run --standalone --nproc-per-node $(RANKS) examples/demo.py
 
@@ -49,12 +50,24 @@ test-rust: $(DEV)
 	cargo test --workspace --exclude offbeat-python
 
 .PHONY: test-python ## real processes under torchrun, and the wheel (PYTEST="-k name -x")
-test-python: build wheel
+test-python: build wheel $(GPU_CHECK)
 	$(PY) -m pytest $(PYTEST)
+
+.PHONY: test-kernels ## the kernels for GPUs, without one: on the CPU, as PTX, faulty ones (minutes)
+test-kernels: build $(GPU_CHECK)
+	$(PY) -m pytest tests/python/single/test_kernels.py $(PYTEST)
+
+.PHONY: kernels ## compile kernels/*.cu to the PTX that is embedded, and count what they cost
+kernels: $(DEV) $(GPU_CHECK)
+	$(PY) kernels/compile.py
 
 .PHONY: bench ## ours, gloo and OpenMPI in one run: table and plot in out/
 bench: build $(BENCH)
 	$(PY) -m benches.compare --update
+
+.PHONY: convergence ## every algorithm on two real tasks, beside torch's DDP: table and plot in out/ (minutes)
+convergence: build
+	$(PY) -m benches.convergence --update
 
 .PHONY: bench-rust ## criterion micro-benches
 bench-rust:
@@ -102,8 +115,10 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # pip cannot install the dependencies of a project without the project, so they are read from pyproject.toml here.
-$(STAMPS)/dev-% $(STAMPS)/bench-%: extra = $(firstword $(subst -, ,$(@F)))
-$(STAMPS)/dev-% $(STAMPS)/bench-%: | $(BIN)/python
+$(STAMPS)/dev-%: extra = dev
+$(STAMPS)/bench-%: extra = bench
+$(STAMPS)/gpu-check-%: extra = gpu-check
+$(STAMPS)/dev-% $(STAMPS)/bench-% $(STAMPS)/gpu-check-%: | $(BIN)/python
 	@echo "installing torch and the packages of '$(extra)' into .venv (the first time takes a while)"
 	@$(PY) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
 	    print(*p["dependencies"], *p["optional-dependencies"]["$(extra)"], sep="\n")' > $(VENV)/requirements.txt
