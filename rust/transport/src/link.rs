@@ -7,14 +7,13 @@ use std::time::Duration;
 
 use bytes::BufMut;
 use tokio::runtime::Handle;
-use tokio::sync::Semaphore;
 use tokio::sync::mpsc::{self, UnboundedReceiver, UnboundedSender};
 use tokio::task::JoinHandle;
 
 use crate::error::{Error, Kind};
 use crate::frame::{FrameKind, HEADER, Header};
 use crate::inbox::{Channel, Delivery, Switchboard};
-use crate::outbox::{Outgoing, TURNS, write_frames};
+use crate::outbox::{Outgoing, write_frames};
 use crate::pool::Pool;
 use crate::roster::Roster;
 use crate::socket::Socket;
@@ -26,19 +25,11 @@ pub(crate) struct Hub {
     pub(crate) board: Switchboard,
     pub(crate) pool: Pool,
     pub(crate) trace: Arc<Recorder>,
-    /// For writing to near peers.
-    turns: Semaphore,
 }
 
 impl Hub {
     pub(crate) fn new(roster: Roster) -> Self {
-        Hub {
-            roster,
-            board: Switchboard::default(),
-            pool: Pool::default(),
-            trace: Arc::default(),
-            turns: Semaphore::new(TURNS),
-        }
+        Hub { roster, board: Switchboard::default(), pool: Pool::default(), trace: Arc::default() }
     }
 }
 
@@ -109,16 +100,16 @@ impl Link {
         sockets: Vec<Socket>,
     ) -> Self {
         let mut link = Link::new(kind, why);
-        // several streams mean that the peer is far: what is under way there does not crowd out others here
-        let near = sockets.len() == 1;
+        let streams = sockets.len();
         for (number, socket) in sockets.into_iter().enumerate() {
+            socket.limit_unacknowledged(streams);
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();
             }
             let (queue, frames) = mpsc::unbounded_channel();
             let socket = Arc::new(socket);
             link.queues.push(queue);
-            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, Arc::clone(hub), peer, near)));
+            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, Arc::clone(hub), peer)));
             hub.roster.stream_opened(peer);
             runtime.spawn(read_stream(socket, Arc::clone(hub), peer, number, Arc::clone(&link.received)));
         }
@@ -158,15 +149,8 @@ impl Link {
     }
 }
 
-async fn write_stream(
-    socket: Arc<Socket>,
-    mut frames: UnboundedReceiver<Outgoing>,
-    hub: Arc<Hub>,
-    peer: u32,
-    near: bool,
-) {
-    let turns = near.then_some(&hub.turns);
-    if let Err(error) = write_frames(&socket, &mut frames, peer, &hub.trace, turns).await {
+async fn write_stream(socket: Arc<Socket>, mut frames: UnboundedReceiver<Outgoing>, hub: Arc<Hub>, peer: u32) {
+    if let Err(error) = write_frames(&socket, &mut frames, peer, &hub.trace).await {
         log::debug!("writing to rank {peer}: {error}");
     }
 }

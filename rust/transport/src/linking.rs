@@ -23,7 +23,11 @@ use crate::tcp::{self, Arrival, Door};
 
 /// Several streams help where one cannot fill the wire: when the round trip is long, one window or one loss holds it up.
 pub(crate) fn streams_for(round_trip: Duration) -> u8 {
-    if round_trip > Duration::from_millis(2) { 8 } else { 1 }
+    match round_trip.as_millis() {
+        ..8 => 1,
+        8..20 => 4,
+        _ => 8,
+    }
 }
 
 /// The ranks that share memory: those under one label, if every pair of them attached.
@@ -299,6 +303,7 @@ mod tests {
     #[test]
     fn long_round_trips_get_more_streams() {
         assert_eq!(streams_for(Duration::from_micros(80)), 1);
-        assert_eq!(streams_for(Duration::from_millis(10)), 8);
+        assert_eq!(streams_for(Duration::from_millis(10)), 4);
+        assert_eq!(streams_for(Duration::from_millis(80)), 8);
     }
 }

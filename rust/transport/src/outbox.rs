@@ -6,11 +6,8 @@
 
 use std::io::{self, IoSlice};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
-use std::time::Duration;
 
-use tokio::sync::Semaphore;
 use tokio::sync::mpsc::UnboundedReceiver;
-use tokio::time::timeout;
 
 use crate::frame::{HEADER, Header};
 use crate::pool::Block;
@@ -165,50 +162,22 @@ impl Drop for Sends {
     }
 }
 
-/// How many near peers are written to at a time. Left to themselves, streams to several peers drift apart: some are ahead
-/// and wait for one receiver together, while another receiver's wire is idle. In turns they keep step, and a rank sends to
-/// its peers as evenly as its collectives queue frames. With one at a time, the wire would wait for each receiver.
-pub(crate) const TURNS: usize = 2;
-
-/// Nobody keeps its turn longer than this while its peer takes nothing: a slow peer must not hold up the others.
-const TURN: Duration = Duration::from_millis(20);
-
-/// Frames from here on are written in turns.
-const LONG: usize = 4 << 10;
-
-/// Writes frames to a socket until the queue is closed, then says that nothing more comes. Long ones wait for their turn,
-/// if `turns` are given.
+/// Writes frames to a socket until the queue is closed, then says that nothing more comes.
 pub(crate) async fn write_frames(
     socket: &Socket,
     queue: &mut UnboundedReceiver<Outgoing>,
     peer: u32,
     trace: &Recorder,
-    turns: Option<&Semaphore>,
 ) -> io::Result<()> {
     while let Some(Outgoing { mut header, payload }) = queue.recv().await {
         header.length = payload.len() as u32;
         let head = header.encode();
         let total = HEADER + payload.len();
         let begin = (payload.len() >= trace::LEAST_PAYLOAD).then(trace::now);
-        let mut turn = match turns {
-            Some(turns) if payload.len() >= LONG => turns.acquire().await.ok(),
-            _ => None,
-        };
         let mut done = 0;
         while done < total {
-            let rest = write_rest(socket, &head, &payload, done);
-            done += match &turn {
-                None => rest.await?,
-                Some(_) => match timeout(TURN, rest).await {
-                    Ok(written) => written?,
-                    Err(_) => {
-                        turn = None;
-                        0
-                    }
-                },
-            };
+            done += write_rest(socket, &head, &payload, done).await?;
         }
-        drop(turn);
         if let Some(begin) = begin {
             trace.record(Span::of_frame(What::Send { peer }, &header, begin));
         }
@@ -217,7 +186,7 @@ pub(crate) async fn write_frames(
     Ok(())
 }
 
-/// Writes some of what is left of a frame. Whoever stops waiting for it has written nothing.
+/// Writes some of what is left of a frame.
 async fn write_rest(socket: &Socket, head: &[u8; HEADER], payload: &Payload, done: usize) -> io::Result<usize> {
     let write_body = |write: &mut dyn FnMut(&[IoSlice<'_>]) -> io::Result<usize>| {
         payload.with(|body| {
