@@ -140,6 +140,8 @@ class Replica:
         buffers = [agreement.describe(name, tensor, buffer=True) for name, tensor in named]
         agreement.compare(group, "buffers", buffers)
         self.bucket_bytes = self._sweep.begin(self, sum(tensor.nbytes for _, tensor in self._active))
+        # before there are buckets, so that they lie where the copies of this are now
+        self._hand_out(group, 0)
         self._scheduler = runtime.current().scheduler(
             lanes,
             self.number,
@@ -153,7 +155,6 @@ class Replica:
             bucket_bytes=self.bucket_bytes,
         )
         self._scheduler.resume(self.step)
-        self.synchronize(0)
         self._agreed()
         self._observing, self._next_order = True, None
         self._adopt_buckets()
@@ -196,9 +197,10 @@ class Replica:
 
     def synchronize(self, source: int) -> None:
         """Gives all ranks the parameters, buffers and optimizer state of `source`."""
-        if self._scheduler is None:
-            return
-        group = self._scheduler.group
+        if self._scheduler is not None:
+            self._hand_out(self._scheduler.group, source)
+
+    def _hand_out(self, group: _core.Group, source: int) -> None:
         others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in self._left_out]
         everything = {id(tensor): tensor for _, tensor in (*others, *self._buffers(), *self._named)}
         agreement.broadcast_tensors(group, everything.values(), source)
