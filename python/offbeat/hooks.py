@@ -45,7 +45,8 @@ class Line:
         # Parameters whose gradients are not in their slots yet. Always this very list: hooks add to it.
         self.arrived: list[tuple[Tensor, Slot]] = []
         self._lock = threading.Lock()
-        self.disconnect()
+        self.arrive: Callable[[int], bool] = ignore
+        self._mark: Callable[[Sequence[int]], object] = ignore
         weakref.finalize(listener, self.cut)
 
     def connect(self, scheduler: _core.Scheduler) -> None:

@@ -194,7 +194,7 @@ mod tests {
     fn those_that_have_arrived_are_due_with_the_last_of_a_bucket() {
         let readiness = small(&[false; 4]);
         for _ in 0..2 {
-            assert_eq!([1, 3, 0, 2].map(|tensor| readiness.arrive(tensor)), [false, true, false, true]);
+            assert_eq!([1, 3, 0, 2].map(|tensor| readiness.arrive(tensor)), [false, false, true, true]);
             assert!(!readiness.has_begun());
             readiness.reset();
         }
