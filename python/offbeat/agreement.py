@@ -12,8 +12,8 @@ from torch.utils.dlpack import from_dlpack
 from . import _core, runtime
 from .errors import Mismatch, Unsupported
 
-# Tensors up to this many bytes travel together.
-PACK = 16 << 20
+# Tensors travel together up to this many bytes; one of ALONE or more is not worth the copy that this takes.
+PACK, ALONE = 4 << 20, 1 << 20
 LONGEST_DIFF = 24
 # What wrappers put before names; ranks may differ in it.
 PREFIXES = ("_orig_mod.", "module.")
@@ -142,10 +142,12 @@ def contents(tensor: Tensor) -> Tensor:
 
 
 def packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type together, up to a size."""
+    """Small tensors of one type together, up to a size; large ones alone."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in map(contents, tensors):
-        if tensor.numel():
+        if tensor.nbytes >= ALONE:
+            yield [tensor]
+        elif tensor.numel():
             by_type.setdefault(tensor.dtype, []).append(tensor)
     for of_type in by_type.values():
         pack: list[Tensor] = []

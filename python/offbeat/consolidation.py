@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from . import _core, agreement, owners, runtime
 from .errors import PeerFailed, PeerLost
 
+# Tensors travel in pieces of this many bytes.
+PIECE = 16 << 20
+
 
 def consolidate(model: nn.Module) -> float:
     """Gives all ranks the same model, the mean of theirs, and says how far they were apart. Every rank calls it,
@@ -133,7 +136,7 @@ def exchanged(core: _core.Runtime, tensors: list[Tensor], differ: list[bool]) ->
     for dtype, of_type in by_type.items():
         flat = torch.cat([real.reshape(-1) for _, real in of_type])
         parts = []
-        for piece in torch.split(flat, agreement.PACK // dtype.itemsize):
+        for piece in torch.split(flat, PIECE // dtype.itemsize):
             values = gather(core, piece)
             parts.append(values[0] if is_exact(piece) else mean_of(values))
         sizes = [real.numel() for _, real in of_type]

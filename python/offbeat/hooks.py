@@ -1,6 +1,7 @@
 """The only module that touches autograd: it tells a replica when gradients are there and when backward is over.
 
-- a hook on each parameter runs as soon as its gradient is complete, and puts it into its bucket
+- a hook on each parameter runs as soon as its gradient is complete; the gradients that have arrived are put into their
+  buckets together, when one of these is complete or they are many
 - a hook before and after the model's forward lets the replica prepare, and hangs a hook on the outputs, so that the
   beginning of backward is noticed in the outermost backward, also with reentrant checkpointing
 - a callback of the engine runs when backward is over: then `.grad` becomes final, before `backward()` returns
@@ -8,6 +9,7 @@
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from . import _core
 from .errors import InvalidArgument, Unsupported
 
 
@@ -33,31 +36,56 @@ class Line:
     """What hooks of gradients hold instead of the listener: torch keeps them where Python's collector does not look, so
     whatever they held would live for ever."""
 
-    __slots__ = ("_listener", "exchanging", "mark")
+    __slots__ = ("_listener", "_lock", "_mark", "arrive", "arrived", "exchanging")
 
-    def __init__(self, listener: Listener, mark: Callable[[int], None]) -> None:
+    def __init__(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
         # Whether gradients of the backward under way are exchanged; None while none is under way.
         self.exchanging: bool | None = None
-        self.mark = mark
+        # Parameters whose gradients are not in their slots yet. Always this very list: hooks add to it.
+        self.arrived: list[tuple[Tensor, Slot]] = []
+        self._lock = threading.Lock()
+        self.arrive: Callable[[int], bool] = ignore
+        self._mark: Callable[[Sequence[int]], object] = ignore
         weakref.finalize(listener, self.cut)
+
+    def connect(self, scheduler: _core.Scheduler) -> None:
+        """Gradients go into the buckets of this scheduler."""
+        self.arrive, self._mark = scheduler.arrive, scheduler.mark_ready
+
+    def disconnect(self) -> None:
+        """Lets go of the core."""
+        self.arrive, self._mark = ignore, ignore
+
+    def cut(self) -> None:
+        """Nothing is exchanged any more."""
+        self.disconnect()
+        self.exchanging = False
+        self.arrived.clear()
 
     def begin(self, held: bool | None = None) -> bool:
         """At the first gradient of a backward: whether gradients are exchanged. `held` is what the forward said whose
         output it is, if that is known."""
         listener = self._listener()
-        if listener is None:
-            return False
-        listener.backward_begins(held)
+        if self.exchanging is None and listener is not None:
+            listener.backward_begins(held)
         return bool(self.exchanging)
 
-    def cut(self) -> None:
-        """Lets go of the core; nothing is exchanged any more."""
-        self.exchanging, self.mark = False, ignore
+    def deliver(self) -> None:
+        """Puts all gradients that have arrived into their slots."""
+        with self._lock:  # of several threads of autograd; what one of them adds meanwhile stays
+            batch = self.arrived[:]
+            del self.arrived[: len(batch)]
+            self._mark(move(batch))
+
+    def drop(self) -> None:
+        """Forgets gradients that have arrived."""
+        self.arrived.clear()
 
 
-def ignore(_: int) -> None:
+def ignore(_: object) -> bool:
     """For nobody."""
+    return False
 
 
 class Ending:
@@ -86,33 +114,25 @@ class Slot:
     """A gradient's slot in its bucket. `view` is what users see as `.grad`: they, or `model.to(...)`, may point it to
     other memory (`.grad.data = ...`), so `home` is ours alone and tells where the slot really is."""
 
-    __slots__ = ("address", "dtype", "home", "name", "view")
+    __slots__ = ("address", "dtype", "home", "index", "name", "view")
 
-    def __init__(self, home: Tensor, name: str) -> None:
-        self.home, self.view, self.name = home, home.detach(), name
+    def __init__(self, home: Tensor, index: int, name: str) -> None:
+        self.home, self.view, self.index, self.name = home, home.detach(), index, name
         self.address, self.dtype = home.data_ptr(), home.dtype
+
+    def renewed(self) -> Tensor:
+        """The view, made anew if somebody has pointed it to other memory."""
+        if self.view.data_ptr() != self.address:
+            self.view = self.home.detach()
+        return self.view
 
     def holds(self, gradient: Tensor | None) -> bool:
         """Whether a gradient is in its place already."""
         return gradient is self.view and self.view.data_ptr() == self.address
 
-    def install(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Moves a gradient into its bucket, where it lives from then on."""
-        view = self.view
-        try:
-            self.home.copy_(gradient.detach() if gradient.requires_grad else gradient)
-            if view.data_ptr() != self.address:
-                view = self.view = self.home.detach()
-            parameter.grad = view
-        except RuntimeError:  # looking first would cost as much as all the rest
-            self.refuse(gradient)
-            raise
-
     def show(self, parameter: Tensor) -> None:
         """Makes what is in the bucket the parameter's gradient."""
-        if self.view.data_ptr() != self.address:
-            self.view = self.home.detach()
-        parameter.grad = self.view
+        parameter.grad = self.renewed()
 
     def refuse(self, other: Tensor) -> None:
         """Raises if a gradient, or the parameter, is of another kind than the slot. Torch may forget the hooks of
@@ -129,22 +149,46 @@ class Slot:
             )
 
 
-def watch_gradient(parameter: Tensor, index: int, slot: Slot, line: Line) -> Callable[[], None]:
-    """Puts each gradient of a parameter into its slot in a bucket. Gives what takes the hook away."""
-    install = slot.install
-
-    def hook(parameter: Tensor) -> None:
-        exchanging = line.exchanging
-        if exchanging is None:
-            exchanging = line.begin()
-        if not exchanging:
-            return
+def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
+    """Moves gradients into their slots, where they live from then on. Gives the numbers of those that are there."""
+    ready, parameters, gradients, views = [], [], [], []
+    for parameter, slot in batch:
         gradient = parameter.grad
         if gradient is None:  # another hook took it away; it counts as unused
-            return
-        if gradient is not slot.view or gradient.data_ptr() != slot.address:
-            install(parameter, gradient)
-        line.mark(index)
+            continue
+        ready.append(slot.index)
+        view = slot.view
+        if view.data_ptr() != slot.address:
+            view = slot.renewed()
+        if gradient is not view:
+            parameters.append(parameter)
+            gradients.append(gradient)
+            views.append(view)
+    if not views:
+        return ready
+    if torch.is_grad_enabled():  # as in a backward with create_graph=True
+        gradients = [gradient.detach() for gradient in gradients]
+    try:
+        torch._foreach_copy_(views, gradients)
+        for parameter, view in zip(parameters, views, strict=True):
+            parameter.grad = view
+    except RuntimeError:  # looking first would cost as much as all the rest
+        for parameter, slot in batch:
+            if parameter.grad is not None:
+                slot.refuse(parameter.grad)
+        raise
+    return ready
+
+
+def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], None]:
+    """Has each gradient of a parameter put into its slot in a bucket. Gives what takes the hook away."""
+    index, arrived = slot.index, line.arrived
+
+    def hook(parameter: Tensor) -> None:
+        if line.exchanging or line.begin():
+            arrived.append((parameter, slot))
+            if line.arrive(index):
+                line.deliver()
 
     # torch refuses hooks on a frozen parameter, but keeps those of one that is frozen later
     trained = parameter.requires_grad
@@ -198,8 +242,7 @@ class After(ForwardHook):
 
     def begins(self, held: bool, _: Tensor) -> None:
         """Before the first gradient."""
-        if self.line.exchanging is None:
-            self.line.begin(held)
+        self.line.begin(held)
 
 
 def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[], None]:

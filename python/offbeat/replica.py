@@ -66,7 +66,7 @@ class Replica:
         self.unused: set[str] = set()
         # How far replicas were apart when they were last made equal.
         self.spread: float | None = None
-        self._line = hooks.Line(self, hooks.ignore)
+        self._line = hooks.Line(self)
         self._broken = False
         self._warned_of_cost = False
         # When the forward or backward under way began.
@@ -140,6 +140,8 @@ class Replica:
         buffers = [agreement.describe(name, tensor, buffer=True) for name, tensor in named]
         agreement.compare(group, "buffers", buffers)
         self.bucket_bytes = self._sweep.begin(self, sum(tensor.nbytes for _, tensor in self._active))
+        # before there are buckets, so that they lie where the copies of this are now
+        self._hand_out(group, 0)
         self._scheduler = runtime.current().scheduler(
             lanes,
             self.number,
@@ -153,7 +155,6 @@ class Replica:
             bucket_bytes=self.bucket_bytes,
         )
         self._scheduler.resume(self.step)
-        self.synchronize(0)
         self._agreed()
         self._observing, self._next_order = True, None
         self._adopt_buckets()
@@ -196,9 +197,10 @@ class Replica:
 
     def synchronize(self, source: int) -> None:
         """Gives all ranks the parameters, buffers and optimizer state of `source`."""
-        if self._scheduler is None:
-            return
-        group = self._scheduler.group
+        if self._scheduler is not None:
+            self._hand_out(self._scheduler.group, source)
+
+    def _hand_out(self, group: _core.Group, source: int) -> None:
         others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in self._left_out]
         everything = {id(tensor): tensor for _, tensor in (*others, *self._buffers(), *self._named)}
         agreement.broadcast_tensors(group, everything.values(), source)
@@ -210,7 +212,8 @@ class Replica:
         self._drop_hooks()
         owners.release(self, self._named)
         self._leave_buckets()
-        self._line.mark, self._scheduler = hooks.ignore, None
+        self._line.disconnect()
+        self._scheduler = None
         self._named = list(named)
         self._start()
 
@@ -219,21 +222,20 @@ class Replica:
     def _adopt_buckets(self) -> None:
         """Takes the core's buckets as the place of gradients; what is there moves in."""
         scheduler = self._running()
-        self._line.mark = scheduler.mark_ready
+        self._line.connect(scheduler)
         mine: dict[int, hooks.Slot] = {}
         labels: list[str] = []
         for capsule, slots in scheduler.buckets():
             flat: Tensor = from_dlpack(capsule)
             for index, offset in slots:
                 name, parameter = self._active[index]
-                mine[index] = hooks.Slot(hooks.places(flat, parameter, offset), name)
+                mine[index] = hooks.Slot(hooks.places(flat, parameter, offset), index, name)
             labels.append(", ".join(self._active[index][0] for index, _ in slots))
         trace.names[self.number] = labels
         self._slots = [mine[index] for index in range(len(self._active))]
-        for index, (slot, (_, parameter)) in enumerate(zip(self._slots, self._active, strict=True)):
-            if parameter.grad is not None:
-                slot.install(parameter, parameter.grad)
-            self._removers.append(hooks.watch_gradient(parameter, index, slot, self._line))
+        batch = [(parameter, slot) for (_, parameter), slot in zip(self._active, self._slots, strict=True)]
+        hooks.move(batch)
+        self._removers = [hooks.watch_gradient(parameter, slot, self._line) for parameter, slot in batch]
 
     def _leave_buckets(self) -> None:
         """Gives the old buckets' memory back before new ones are made."""
@@ -336,6 +338,8 @@ class Replica:
         exchanging, self._line.exchanging = self._line.exchanging, None
         self._record("backward")
         scheduler = self._scheduler
+        if exchanging:
+            self._deliver()
         if scheduler is None or not exchanging:
             self._forwards.clear()
             return
@@ -350,6 +354,13 @@ class Replica:
         else:
             # only gradients of inputs were asked for: that is no training step
             self._refuse_converted()
+
+    def _deliver(self) -> None:
+        try:
+            self._line.deliver()
+        except BaseException:
+            self._broken = True
+            raise
 
     def _refuse_converted(self) -> None:
         for slot, (_, parameter) in zip(self._slots, self._active, strict=True):
@@ -369,6 +380,7 @@ class Replica:
     def backward_failed(self) -> None:
         """When backward raised. Called while torch cleans up, so the consequences wait until somebody goes on."""
         self._line.exchanging, self._broken = None, True
+        self._line.drop()
 
     def _mend(self) -> None:
         """Goes on after a backward that raised, where nothing of it has reached the other ranks."""
@@ -378,7 +390,7 @@ class Replica:
             self._running().reset("its backward raised an exception")
 
     def _finish(self, scheduler: _core.Scheduler) -> None:
-        absent = []
+        absent, earlier = [], []
         for index in scheduler.missing():
             name, parameter = self._active[index]
             if parameter.grad is None:
@@ -387,9 +399,8 @@ class Replica:
                     absent.append(name)
             else:
                 # from an earlier backward: exchanged before, or accumulated under no_sync()
-                if not self._slots[index].holds(parameter.grad):
-                    self._slots[index].install(parameter, parameter.grad)
-                scheduler.mark_ready(index)
+                earlier.append((parameter, self._slots[index]))
+        scheduler.mark_ready(hooks.move(earlier))
         self._observe(scheduler)
         with hooks.mark("offbeat::wait"):
             gained = scheduler.finish()

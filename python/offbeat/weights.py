@@ -68,8 +68,7 @@ class Fragment:
         self.fill()
         self.before = [place.clone() for place in self.places] if overlapped else []
         self.scheduler.hold(False)
-        for index in range(len(self.names)):
-            self.scheduler.mark_ready(index)
+        self.scheduler.mark_ready(range(len(self.names)))
 
     def land(self, step: int, algorithm: str) -> None:
         """Waits until the exchange is over. Its result stays in the buckets."""

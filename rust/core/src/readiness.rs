@@ -3,10 +3,18 @@
 //! A round is one exchange of all buckets, usually one backward. In it every tensor is marked once, by whichever thread of
 //! autograd has made its gradient; who marks the last tensor of a bucket learns that the bucket is complete. A tensor that
 //! is marked again is noted: it gets several gradients in one backward, and its bucket must wait for the end next time.
+//!
+//! Before it is marked a value is moved into its bucket. Small ones are cheaper to move together, so a value first only
+//! arrives, and [`Readiness::arrive`] says when those that have arrived are due to be moved and marked.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
-use crate::bucket::Plan;
+use crate::bucket::{Plan, Tensor};
+
+/// So many bytes that have arrived are moved in any case: they are still in the cache, and in memory twice.
+const GATHERED: usize = 64 << 10;
+/// A tensor counts as at least so many of them: it is more than its values.
+const LEAST: usize = 512;
 
 /// What marking a tensor brought about.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,6 +33,8 @@ pub enum Marked {
 struct OfTensor {
     bucket: usize,
     late: bool,
+    bytes: usize,
+    arrived: AtomicBool,
     /// When it was first marked in this round, counted from 1; 0 if it was not.
     turn: AtomicU32,
     again: AtomicBool,
@@ -32,6 +42,9 @@ struct OfTensor {
 
 struct OfBucket {
     tensors: usize,
+    /// Tensors that have not arrived.
+    awaited: AtomicUsize,
+    /// Tensors that are not marked.
     left: AtomicUsize,
 }
 
@@ -41,22 +54,40 @@ pub struct Readiness {
     tensors: Vec<OfTensor>,
     buckets: Vec<OfBucket>,
     turns: AtomicU32,
+    /// Bytes that have arrived since some were last due.
+    gathered: AtomicUsize,
 }
 
 impl Readiness {
     /// Nothing is ready.
-    pub fn new(plan: &Plan) -> Self {
-        let tensors = plan.homes.iter().map(|(bucket, _)| OfTensor {
+    pub fn new(plan: &Plan, tensors: &[Tensor]) -> Self {
+        let tensors = plan.homes.iter().zip(tensors).map(|((bucket, _), tensor)| OfTensor {
             bucket: *bucket,
             late: plan.buckets[*bucket].late,
+            bytes: tensor.count * tensor.dtype.size(),
+            arrived: AtomicBool::new(false),
             turn: AtomicU32::new(0),
             again: AtomicBool::new(false),
         });
-        let buckets = plan
-            .buckets
-            .iter()
-            .map(|bucket| OfBucket { tensors: bucket.slots.len(), left: AtomicUsize::new(bucket.slots.len()) });
-        Readiness { tensors: tensors.collect(), buckets: buckets.collect(), turns: AtomicU32::new(0) }
+        let buckets = plan.buckets.iter().map(|bucket| {
+            let tensors = bucket.slots.len();
+            OfBucket { tensors, awaited: AtomicUsize::new(tensors), left: AtomicUsize::new(tensors) }
+        });
+        Readiness { tensors: tensors.collect(), buckets: buckets.collect(), ..Readiness::default() }
+    }
+
+    /// Notes that a tensor has a value. Says whether all that have arrived are due: with the last of a bucket, which can go
+    /// out then, with one that had arrived before, or when they are many.
+    pub fn arrive(&self, tensor: usize) -> bool {
+        let it = &self.tensors[tensor];
+        let again = it.arrived.swap(true, Ordering::Relaxed);
+        let last = !again && !it.late && self.buckets[it.bucket].awaited.fetch_sub(1, Ordering::Relaxed) == 1;
+        let bytes = it.bytes.max(LEAST);
+        let due = again || last || self.gathered.fetch_add(bytes, Ordering::Relaxed) + bytes >= GATHERED;
+        if due {
+            self.gathered.store(0, Ordering::Relaxed);
+        }
+        due
     }
 
     /// Marks a tensor as ready. What the caller wrote before is visible to whoever sees its bucket complete.
@@ -121,10 +152,13 @@ impl Readiness {
     /// Begins the next round. Nobody may mark meanwhile.
     pub fn reset(&self) {
         for it in &self.tensors {
+            it.arrived.store(false, Ordering::Relaxed);
             it.turn.store(0, Ordering::Relaxed);
             it.again.store(false, Ordering::Relaxed);
         }
+        self.gathered.store(0, Ordering::Relaxed);
         for bucket in &self.buckets {
+            bucket.awaited.store(bucket.tensors, Ordering::Relaxed);
             bucket.left.store(bucket.tensors, Ordering::Relaxed);
         }
         self.turns.store(0, Ordering::Release);
@@ -134,21 +168,58 @@ impl Readiness {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::bucket::{Grain, Sizes, Tensor};
+    use crate::bucket::{Grain, Sizes};
     use crate::buffer::Place;
     use crate::dtype::DType;
 
-    fn plan(late: &[bool]) -> Plan {
-        let tensor =
-            |at: usize| Tensor { name: at.to_string(), count: 256, rows: 1, dtype: DType::F32, place: Place::Host };
-        let tensors: Vec<Tensor> = (0..late.len()).map(tensor).collect();
+    /// Of tensors with so many elements.
+    fn readiness(counts: &[usize], late: &[bool], sizes: Sizes) -> Readiness {
+        let tensor = |(at, count): (usize, &usize)| Tensor {
+            name: at.to_string(),
+            count: *count,
+            rows: 1,
+            dtype: DType::F32,
+            place: Place::Host,
+        };
+        let tensors: Vec<Tensor> = counts.iter().enumerate().map(tensor).collect();
         let order: Vec<usize> = (0..late.len()).collect();
-        Plan::new(&tensors, &order, late, Sizes { first: 2048, rest: 2048 }, Grain::default()).unwrap()
+        Readiness::new(&Plan::new(&tensors, &order, late, sizes, Grain::default()).unwrap(), &tensors)
+    }
+
+    fn small(late: &[bool]) -> Readiness {
+        readiness(&vec![256; late.len()], late, Sizes { first: 2048, rest: 2048 })
+    }
+
+    #[test]
+    fn those_that_have_arrived_are_due_with_the_last_of_a_bucket() {
+        let readiness = small(&[false; 4]);
+        for _ in 0..2 {
+            assert_eq!([1, 3, 0, 2].map(|tensor| readiness.arrive(tensor)), [false, false, true, true]);
+            assert!(!readiness.has_begun());
+            readiness.reset();
+        }
+    }
+
+    #[test]
+    fn one_that_arrives_again_is_due_and_counts_once() {
+        let readiness = small(&[false, false, true]);
+        assert_eq!([0, 0, 2, 2, 1].map(|tensor| readiness.arrive(tensor)), [false, true, false, true, true]);
+    }
+
+    #[test]
+    fn many_bytes_are_due() {
+        let one = Sizes { first: 1 << 30, rest: 1 << 30 };
+        let large = readiness(&[GATHERED / 4, 1, 1], &[false; 3], one);
+        assert_eq!([1, 0].map(|tensor| large.arrive(tensor)), [false, true]);
+        let many = GATHERED / LEAST;
+        let tiny = readiness(&vec![1; 2 * many + 1], &vec![false; 2 * many + 1], one);
+        let due: Vec<usize> = (0..2 * many).filter(|tensor| tiny.arrive(*tensor)).collect();
+        assert_eq!(due, [many - 1, 2 * many - 1]);
     }
 
     #[test]
     fn the_last_tensor_completes_its_bucket() {
-        let readiness = Readiness::new(&plan(&[false; 4]));
+        let readiness = small(&[false; 4]);
         assert_eq!(readiness.mark(1), Marked::Waiting);
         assert_eq!(readiness.mark(2), Marked::Waiting);
         assert_eq!(readiness.mark(0), Marked::Complete(0));
@@ -162,7 +233,7 @@ mod tests {
 
     #[test]
     fn a_second_mark_is_noted_and_counts_once() {
-        let readiness = Readiness::new(&plan(&[false; 2]));
+        let readiness = small(&[false; 2]);
         readiness.mark(0);
         assert_eq!(readiness.mark(0), Marked::Again { complete: false });
         assert_eq!(readiness.mark(1), Marked::Complete(0));
@@ -172,7 +243,7 @@ mod tests {
 
     #[test]
     fn late_buckets_wait_for_the_end() {
-        let readiness = Readiness::new(&plan(&[true, false]));
+        let readiness = small(&[true, false]);
         assert_eq!(readiness.mark(0), Marked::Waiting);
         assert_eq!(readiness.mark(0), Marked::Again { complete: false });
         assert_eq!(readiness.mark(1), Marked::Complete(0));
@@ -183,7 +254,7 @@ mod tests {
 
     #[test]
     fn of_many_threads_one_completes_the_bucket() {
-        let readiness = Readiness::new(&plan(&[false; 2]));
+        let readiness = small(&[false; 2]);
         for _ in 0..200 {
             let mark = |tensor| readiness.mark(tensor) == Marked::Complete(0);
             let both = std::thread::scope(|scope| {

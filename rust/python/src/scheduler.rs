@@ -109,8 +109,13 @@ impl Scheduler {
     }
 
     #[pyo3(signature = (tensor, /))]
-    fn mark_ready(&self, tensor: usize) -> PyResult<()> {
-        self.0.mark_ready(tensor).map_err(raise)
+    fn arrive(&self, tensor: usize) -> PyResult<bool> {
+        self.0.arrive(tensor).map_err(raise)
+    }
+
+    #[pyo3(signature = (tensors, /))]
+    fn mark_ready(&self, tensors: Vec<usize>) -> PyResult<()> {
+        tensors.into_iter().try_for_each(|tensor| self.0.mark_ready(tensor)).map_err(raise)
     }
 
     #[pyo3(signature = (tensor, /))]

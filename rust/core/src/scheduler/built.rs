@@ -31,7 +31,7 @@ pub(super) struct Built {
 impl Built {
     /// Allocates the buckets of a plan and builds what is done with each.
     pub(super) fn new(plan: Plan, tensors: &[Tensor], description: &Description, group: &Group) -> Result<Self> {
-        let readiness = Readiness::new(&plan);
+        let readiness = Readiness::new(&plan, tensors);
         let arena = group.mesh().arena();
         let ready = plan.buckets.iter().map(|_| AtomicU64::new(0)).collect();
         let mut built = Built { plan, readiness, ready, ..Built::default() };

@@ -1,7 +1,8 @@
 //! The scheduler of a model: its buckets go out in the agreed order, on a thread of their own, while backward goes on.
 //!
 //! ```text
-//! hook of autograd  ─▶ mark_ready      writes "used", counts; wakes the thread when a bucket is complete
+//! hook of autograd  ─▶ arrive          counts; says when values are due to be moved into their slots
+//!                   ─▶ mark_ready      writes "used", counts; wakes the thread when a bucket is complete
 //! communication     ─▶ next ─▶ Pipeline::run ─▶ next …              holds no lock while a bucket is under way
 //! end of backward   ─▶ missing, mark_absent ─▶ finish               waits for the round, gives its error
 //! ```
@@ -151,12 +152,17 @@ impl Scheduler {
         built.plan.buckets.iter().cloned().zip(built.memory.iter().cloned()).collect()
     }
 
+    /// Says that a tensor has a value, which is not in its slot yet. Gives whether all those are due to be moved there, and
+    /// then marked. Called by autograd's threads.
+    pub fn arrive(&self, tensor: usize) -> Result<bool> {
+        self.0.check(tensor)?;
+        Ok(self.0.built().readiness.arrive(tensor))
+    }
+
     /// Says that a tensor's value is in its slot. Called by autograd's threads.
     pub fn mark_ready(&self, tensor: usize) -> Result<()> {
+        self.0.check(tensor)?;
         let built = self.0.built();
-        if tensor >= self.0.tensors.len() {
-            return Err(Error::invalid(format!("there is no tensor {tensor}")));
-        }
         if !built.readiness.is_marked(tensor) {
             let (used, dtype) = built.used(tensor);
             // SAFETY: the number is not under way before all tensors of its bucket are marked; this one is written by
@@ -399,6 +405,11 @@ impl Drop for Scheduler {
 impl Shared {
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn check(&self, tensor: usize) -> Result<()> {
+        let is_known = tensor < self.tensors.len();
+        is_known.then_some(()).ok_or_else(|| Error::invalid(format!("there is no tensor {tensor}")))
     }
 
     fn built(&self) -> Arc<Built> {
