@@ -192,6 +192,63 @@ def test_two_models_at_their_own_pace(ranks, name, options):
         assert "is gone" not in rank.err, rank.err
 
 
+def paused():
+    """Everybody pauses, long after the next round was due."""
+    import re
+    import sys
+    import time
+    from pathlib import Path
+
+    import torch
+    from torch import nn
+
+    import offbeat
+
+    offbeat.init(timeout=20.0)
+    model = nn.Linear(50, 20)
+    algorithm = getattr(offbeat.algorithms, sys.argv[1])(period=0.01)
+    optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model, algorithm)
+
+    def train():
+        optimizer.zero_grad()
+        model(torch.randn(8, 50)).square().mean().backward()
+        optimizer.step()
+
+    def wakings():
+        """How often the background thread went to sleep."""
+        (thread,) = (t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text().startswith("offbeat-back"))
+        return int(re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", (thread / "status").read_text())[1])
+
+    for _ in range(50):
+        train()
+        time.sleep(0.002)
+    optimizer.pause()
+    offbeat.barrier()
+    time.sleep(0.3)
+    before = wakings()
+    time.sleep(1.0)
+    rested = wakings() - before
+    offbeat.barrier()
+    optimizer.resume()
+    syncs = offbeat.stats()["models"][-1]["syncs"]
+    for _ in range(100):
+        train()
+        time.sleep(0.002)
+    print(rested, offbeat.stats()["models"][-1]["syncs"] - syncs)
+    offbeat.barrier()
+    offbeat.shutdown()
+
+
+@pytest.mark.parametrize("name", ["AsyncModelAverage", "AsyncGossip", "AsyncServer"])
+def test_a_thread_rests_in_a_pause(ranks, name):
+    job = ranks(paused, 2, args=[name], per_rank=lambda rank: {"OFFBEAT_HOST": "ab"[rank]})
+    for rank in job.ranks:
+        wakings, syncs = map(int, rank.out.split())
+        # it looks around every 20 ms
+        assert wakings < 200, rank.out
+        assert syncs > 0, "exchanges go on after the pause"
+
+
 @pytest.mark.parametrize(
     "wrong",
     [

@@ -18,6 +18,8 @@ const LATE: Duration = Duration::from_secs(1);
 const VERY_LATE: Duration = Duration::from_secs(30);
 /// For so long a round may go on that began before a member left in good order: its letters may still be on their way.
 const LINGER: Duration = Duration::from_millis(500);
+/// The shortest rest.
+const SOONEST: Duration = Duration::from_micros(100);
 
 pub(super) struct Worker {
     desk: Arc<Desk>,
@@ -118,11 +120,7 @@ impl Worker {
         self.due = Instant::now() + self.period;
         self.exchange.open(&mut self.post);
         while !self.desk.view().stop {
-            let patience = match self.desk.view().phase {
-                Phase::Resting => self.due.saturating_duration_since(Instant::now()).min(SLICE),
-                _ => SLICE,
-            };
-            if let Some(delivery) = inbox.wait(patience.max(Duration::from_micros(100))) {
+            if let Some(delivery) = inbox.wait(self.patience()) {
                 self.take(&delivery);
                 while let Some(more) = inbox.poll() {
                     self.take(&more);
@@ -135,6 +133,14 @@ impl Worker {
             }
         }
         self.post.say_goodbye();
+    }
+
+    /// How long nothing happens unless somebody writes or pokes: until the next round is due, where one is going to begin.
+    fn patience(&self) -> Duration {
+        let view = self.desk.view();
+        let begins = view.phase == Phase::Resting && !view.paused && self.post.living().len() > 1;
+        let left = self.due.saturating_duration_since(Instant::now());
+        if begins { left.clamp(SOONEST, SLICE) } else { SLICE }
     }
 
     fn take(&mut self, delivery: &Delivery) {
