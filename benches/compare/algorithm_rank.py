@@ -19,7 +19,7 @@ import torch.distributed as dist
 import offbeat
 
 from .rank import die_with_parent, digest
-from .train_rank import Contender, build, clock, shape_of, turns
+from .train_rank import Contender, build, shape_of, turns
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -48,11 +48,9 @@ class Learner(Contender):
 class Runner:
     """A contender with what is asked of it in its turn."""
 
-    def __init__(self, contender: Contender, steps: int, slow: int, batches: Iterator[Tensor]) -> None:
-        self.contender, self.batches = contender, batches
+    def __init__(self, contender: Contender, steps: int, seconds: float, slow: int, batches: Iterator[Tensor]) -> None:
+        self.contender, self.batches, self.steps, self.seconds = contender, batches, steps, seconds
         self.slow = slow if offbeat.rank() == offbeat.world_size() - 1 else 1
-        # a slowed rank makes fewer steps, so that it is not the last to be done
-        self.steps = max(1, steps // (2 * self.slow)) if self.slow > 1 else steps
         # exchanges beside the training rest while it is another one's turn
         self.background = contender.engine == "ours" and contender.algorithm.when == "background"
         if self.background:
@@ -64,14 +62,23 @@ class Runner:
         if self.slow > 1:
             time.sleep((self.slow - 1) * (time.perf_counter() - began))
 
+    def train(self) -> tuple[int, float]:
+        """The steps of one repetition: how many, and seconds of all."""
+        began, done, spent = time.perf_counter(), 0, 0.0
+        while spent < self.seconds if self.seconds else done < self.steps:
+            self.step()
+            done, spent = done + 1, time.perf_counter() - began
+        return done, spent
+
     def turn(self) -> dict[str, float]:
-        """The steps of one repetition: seconds and bytes of each, and how far replicas are apart after it."""
+        """One repetition: seconds, processor time and bytes of a step, and how far replicas are apart after it."""
         name, optimizer = self.contender.name, self.contender.optimizer
         offbeat.barrier()
         if self.background:
             optimizer.resume()
-        before = bytes_sent()
-        seconds = clock(lambda: [self.step() for _ in range(self.steps)])
+        before, beside = bytes_sent(), time.process_time() - time.thread_time()
+        steps, seconds = self.train()
+        beside = time.process_time() - time.thread_time() - beside
         if self.background:
             sent = bytes_sent() - before
             optimizer.pause()
@@ -79,8 +86,8 @@ class Runner:
         else:
             offbeat.barrier()  # what ranks sent each other has arrived
             sent = bytes_sent() - before
-        said = {name: seconds / self.steps, f"{name}-bytes": sent / self.steps}
-        return said | ({f"{name}-spread": spread(self.contender.weights)} if self.background or self.steps > 1 else {})
+        said = {name: seconds / steps, f"{name}-bytes": sent / steps, f"{name}-beside": beside / steps}
+        return said | ({f"{name}-spread": spread(self.contender.weights)} if self.background or steps > 1 else {})
 
 
 def wait_until_quiet() -> None:
@@ -118,9 +125,9 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     batches = fresh(job["model"]["kind"], job["model"]["width"], job["batch"])
     runners = []
     for one in job["contenders"]:
-        steps, slow = one.pop("steps"), one.pop("slow")
+        pace = {name: one.pop(name) for name in ("steps", "seconds", "slow")}
         kind = Learner if job["learns"] else Contender
-        runners.append(Runner(kind(model=copy.deepcopy(model), **one), steps, slow, batches))
+        runners.append(Runner(kind(model=copy.deepcopy(model), **one), **pace, batches=batches))
     seconds = turns([runner.turn for runner in runners], job["repetitions"], job["warm"])
     trained = [runner.contender for runner in runners if runner.contender.engine != "plain"]
     return {"samples": seconds, "digests": {one.name: digest(one.weights) for one in trained}}

@@ -1,8 +1,9 @@
 """The rows of algorithms that send less: what is trained, what a step should cost. Pure data and arithmetic.
 
 All contenders of a course train their own copy of one model in the same processes, by turns. Samples are seconds of a
-step and, under the same name with the tail `-bytes`, what the interfaces of a host sent in it; with the tail `-spread`,
-how far replicas that may differ were apart after it.
+step and, under the same name with the tail `-bytes`, what the interfaces of a host sent in it; with the tail `-beside`,
+seconds of processor time of all threads but the one that trains; with the tail `-spread`, how far replicas that may
+differ were apart after it.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from .training import Model, median
 
 OF_LIMIT = 1.15
 SLOW = 5  # times a slowed rank takes for a step
+PERIOD = 10  # seconds from one exchange in the background to the next, where they rest longer than they take
 USED = 0.1  # of the wire, at least, by what works beside the training
 GROWN = 2.0  # times, at most, that the spread may have grown from one half of the repetitions to the next
+APART = 1.0  # of how far ranks that do not talk are apart, at most
 F32, INDEX = 4, 4
 # bytes an element, with the scales of its block
 MINMAX8, QSGD, INT4, ONE_BIT, BFLOAT16 = 1 + 8 / 256, 1 + 4 / 512, 1 / 2 + 4 / 128, 1 / 8 + 4 / 2048, 2.0
@@ -83,6 +86,7 @@ class Contender:
     share: float | None = None  # of the yardstick's bytes, at most
     of_limit: float | None = None  # times the limit, at most
     steps: int = 1  # that are timed as one, where not all are alike
+    seconds: float = 0.0  # for which all ranks train, at their own pace, instead of a number of steps
     alone: str = ""  # the contender that does not talk, with the same optimizer and number of steps
     is_equal: bool = True  # whether replicas hold the same bits
     slow: int = 1  # times that the last rank takes for a step; the others count
@@ -98,7 +102,7 @@ class Contender:
     def described(self) -> dict[str, str | int]:
         """What a rank needs to know."""
         said = {"name": self.key, "engine": self.engine, "optimizer": self.optimizer, "algorithm": self.algorithm}
-        return said | {"steps": self.steps, "slow": self.slow}
+        return said | {"steps": self.steps, "seconds": self.seconds, "slow": self.slow}
 
 
 def ours(key: str, optimizer: str, algorithm: str, sent: Bytes, faster: float, share: float) -> Contender:
@@ -132,12 +136,23 @@ class Passed:
     failure: str = ""
 
     def step(self, key: str) -> float | None:
-        """The median of the slowest rank of every repetition, of those that are not slowed."""
+        """The median of the slowest rank of every repetition, of those that are not slowed. Where all train for the
+        same time it is that of all their steps: which rank gets more of the processors is chance."""
         if not self.ranks or key not in self.ranks[0]:
             return None
         slowed = any(one.key == key and one.slow > 1 for one in self.contenders)
+        timed = any(one.key == key and one.seconds for one in self.contenders)
         counted = self.ranks[:-1] if slowed else self.ranks
-        return median([max(times) for times in zip(*(rank[key] for rank in counted), strict=True)])
+        rounds = zip(*(rank[key] for rank in counted), strict=True)
+        return median([statistics.harmonic_mean(times) if timed else max(times) for times in rounds])
+
+    def beside(self, key: str) -> float | None:
+        """Processor time a step of all threads that do not train, on a rank; of those that are not slowed."""
+        name = f"{key}-beside"
+        if not self.ranks or name not in self.ranks[0]:
+            return None
+        slowed = any(one.key == key and one.slow > 1 for one in self.contenders)
+        return statistics.fmean(time for rank in (self.ranks[:-1] if slowed else self.ranks) for time in rank[name])
 
     def sent(self, key: str) -> float | None:
         """Bytes a step on the wire, all hosts together. Ranks of a host see the same interface: one speaks for all."""
@@ -166,6 +181,11 @@ class Passed:
         half = len(spread) // 2
         return ratio(max(spread[half:]), max(spread[:half])) if half else None
 
+    def apart(self, contender: Contender) -> float | None:
+        """How far replicas are apart at the end, beside those that do not talk: these are apart without bounds."""
+        mine, alone = self.spread(contender.key), self.spread(self.course.yardstick)
+        return ratio(mine[-1], alone[-1]) if mine and alone else None
+
     def faster(self, contender: Contender) -> float | None:
         return ratio(self.step(self.course.yardstick), self.step(contender.key))
 
@@ -193,6 +213,7 @@ class Passed:
             ("limit", contender.of_limit, self.of_limit(contender), 1),
             ("idle wire", contender.used, self.used(contender), -1),
             ("spread", GROWN if contender.used else None, self.grown(contender), 1),
+            ("apart as if not talking", APART if contender.used else None, self.apart(contender), 1),
         ):
             if goal is not None:
                 unknown |= value is None
@@ -209,6 +230,8 @@ class Passed:
             | {"faster than the yardstick": self.faster(contender), "share of its bytes": self.share(contender)}
             | {"limit": self.limit(contender), "of the limit": self.of_limit(contender)}
             | {"used of the wire": self.used(contender), "spread": self.spread(contender.key)}
+            | {"apart, beside those that do not talk": self.apart(contender)}
+            | {"processor time beside training": self.beside(contender.key)}
             | {"missed": self.missed(contender), "failure": self.failure}
             | {"seconds": [rank[contender.key] for rank in self.ranks]}
             | {"bytes of each step": [rank[f"{contender.key}-bytes"] for rank in self.ranks]}
@@ -220,17 +243,16 @@ def ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one and other else None
 
 
-def in_background(steps: int = 100) -> tuple[Contender, ...]:
-    """Steps should be as long as those of ranks that do not talk, and no longer when another rank is slow."""
-    contenders = [Contender("plain", "plain", steps=steps, is_equal=False)]
-    for key, algorithm in (
-        ("average", "AsyncModelAverage()"),
-        ("gossip", "AsyncGossip()"),
-        ("server", "AsyncServer()"),
-    ):
-        beside = {"bytes": hidden, "of_limit": 1.1, "steps": steps, "is_equal": False, "used": USED}
+def in_background(seconds: float = 7.0) -> tuple[Contender, ...]:
+    """Steps should be as long as those of ranks that do not talk, and no longer when another rank is slow. As they are,
+    exchanges of so large a model follow each other without a rest on this wire; with a longer period they rest."""
+    contenders = [Contender("plain", "plain", seconds=seconds, is_equal=False)]
+    for key, name in (("average", "AsyncModelAverage"), ("gossip", "AsyncGossip"), ("server", "AsyncServer")):
+        algorithm, paced = f"{name}()", f"{name}(period={PERIOD})"
+        beside = {"bytes": hidden, "of_limit": 1.1, "seconds": seconds, "is_equal": False, "used": USED}
         contenders.append(Contender(key, "ours", "sgd", algorithm, alone="plain", **beside))
         contenders.append(Contender(f"{key}-slow", "ours", "sgd", algorithm, alone=key, slow=SLOW, **beside))
+        contenders.append(Contender(f"{key}-paced", "ours", "sgd", paced, alone="plain", **beside))
     return tuple(contenders)
 
 
@@ -269,7 +291,7 @@ def all_courses() -> list[Course]:
         Contender("diloco", "ours", "sgd", streaming, hidden, of_limit=1.1, steps=50, alone="plain-50", is_equal=False),
     )
     return [
-        Course("background-wire4", slow4, mlp, 16, "plain", in_background(), repetitions=5, warm=1, learns=True),
+        Course("background-wire4", slow4, mlp, 16, "plain", in_background(), repetitions=3, warm=1, learns=True),
         Course("weights-wire4", slow4, mlp, 16, "ddp", of_weights),
         Course("algorithms-wire4", slow4, mlp, 16, "ddp", contenders),
         Course("algorithms-wire2x2", slow2x2, mlp, 16, "allreduce", shared, repetitions=5),

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from . import algorithms as algorithm_rules
 from . import codecs as codec_rules
 from . import idle as idle_rules
 from . import survivors as survivor_rules
@@ -185,7 +186,8 @@ def course_table(passed: Passed) -> str:
 def background_rows(passed: Passed) -> tuple[list[str], list[list[str]]]:
     """Where exchanges go on beside the training, other things count."""
     head = ["algorithm", "step", "beside", "of it (goal)", "used of the wire (goal)"]
-    head += ["replicas apart: first and last repetition", "met"]
+    head += ["processor time a step beside training", "replicas apart: first and last repetition"]
+    head += ["the last, of those not talking", "met"]
     rows = []
     for one in passed.contenders:
         used, spread = passed.used(one), passed.spread(one.key)
@@ -193,7 +195,9 @@ def background_rows(passed: Passed) -> tuple[list[str], list[list[str]]]:
         row.append("the same, none slowed" if one.slow > 1 else "not talking" if one.used else "")
         row.append(ratio_text(passed.of_limit(one), f"≤ {one.of_limit:g}×") if one.of_limit else "")
         row.append("–" if used is None else f"{100 * used:.0f} %" + (f" (≥ {100 * one.used:g} %)" if one.used else ""))
+        row.append(time_text(passed.beside(one.key)))
         row.append(f"{spread[0]:.2g}, {spread[-1]:.2g}" if spread else "–")
+        row.append(ratio_text(passed.apart(one), f"≤ {algorithm_rules.APART:g}×") if one.used else "")
         rows.append([*row, verdict(passed.missed(one)) if one.used else ""])
     return head, rows
 

@@ -216,7 +216,8 @@ def paused():
 
     def wakings():
         """How often the background thread went to sleep."""
-        (thread,) = (t for t in Path("/proc/self/task").iterdir() if (t / "comm").read_text().startswith("offbeat-back"))
+        tasks = Path("/proc/self/task").iterdir()
+        (thread,) = (task for task in tasks if (task / "comm").read_text().startswith("offbeat-back"))
         return int(re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", (thread / "status").read_text())[1])
 
     for _ in range(50):
