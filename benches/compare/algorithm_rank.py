@@ -48,8 +48,9 @@ class Learner(Contender):
 class Runner:
     """A contender with what is asked of it in its turn."""
 
-    def __init__(self, contender: Contender, steps: int, seconds: float, slow: int, batches: Iterator[Tensor]) -> None:
-        self.contender, self.batches, self.steps, self.seconds = contender, batches, steps, seconds
+    def __init__(self, contender: Contender, pace: dict[str, Any], rest: float, batches: Iterator[Tensor]) -> None:
+        self.contender, self.batches, self.rest = contender, batches, rest
+        self.steps, self.seconds, slow = pace["steps"], pace["seconds"], pace["slow"]
         self.slow = slow if offbeat.rank() == offbeat.world_size() - 1 else 1
         # exchanges beside the training rest while it is another one's turn
         self.background = contender.engine == "ours" and contender.algorithm.when == "background"
@@ -58,6 +59,8 @@ class Runner:
 
     def step(self) -> None:
         began = time.perf_counter()
+        if self.rest:
+            time.sleep(self.rest)
         self.contender.step(next(self.batches))
         if self.slow > 1:
             time.sleep((self.slow - 1) * (time.perf_counter() - began))
@@ -127,7 +130,7 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
     for one in job["contenders"]:
         pace = {name: one.pop(name) for name in ("steps", "seconds", "slow")}
         kind = Learner if job["learns"] else Contender
-        runners.append(Runner(kind(model=copy.deepcopy(model), **one), **pace, batches=batches))
+        runners.append(Runner(kind(model=copy.deepcopy(model), **one), pace, job["rest"], batches))
     seconds = turns([runner.turn for runner in runners], job["repetitions"], job["warm"])
     trained = [runner.contender for runner in runners if runner.contender.engine != "plain"]
     return {"samples": seconds, "digests": {one.name: digest(one.weights) for one in trained}}

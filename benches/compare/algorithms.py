@@ -123,6 +123,12 @@ class Course:
     quick: int = 2
     warm: int = 3  # rounds that are not counted
     learns: bool = False  # whether weights must move as in real training, for how far replicas come apart
+    rest: float = 0.0  # seconds that each step sleeps too, as if some of it ran on an accelerator
+
+    @property
+    def title(self) -> str:
+        rest = f"; every step sleeps {1000 * self.rest:g} ms too" if self.rest else ""
+        return f"{self.place.title}, {self.model.title}, batch {self.batch}{rest}"
 
 
 @dataclass
@@ -190,7 +196,8 @@ class Passed:
         return ratio(self.step(self.course.yardstick), self.step(contender.key))
 
     def share(self, contender: Contender) -> float | None:
-        return ratio(self.sent(contender.key), self.sent(self.course.yardstick))
+        silent = any(one.key == self.course.yardstick and one.engine == "plain" for one in self.contenders)
+        return None if silent else ratio(self.sent(contender.key), self.sent(self.course.yardstick))
 
     def limit(self, contender: Contender) -> float | None:
         """Alone with the same optimizer, and then the bytes of its mathematics on the wire."""
@@ -290,9 +297,12 @@ def all_courses() -> list[Course]:
         ),
         Contender("diloco", "ours", "sgd", streaming, hidden, of_limit=1.1, steps=50, alone="plain-50", is_equal=False),
     )
+    # without a rest four ranks, their exchanges and the emulated wire share the processors, and make each other wait
+    in_rests = tuple(one for one in of_weights if one.key in ("plain-50", "diloco"))
     return [
         Course("background-wire4", slow4, mlp, 16, "plain", in_background(), repetitions=3, warm=1, learns=True),
         Course("weights-wire4", slow4, mlp, 16, "ddp", of_weights),
+        Course("streaming-wire4", slow4, mlp, 16, "plain-50", in_rests, rest=0.03),
         Course("algorithms-wire4", slow4, mlp, 16, "ddp", contenders),
         Course("algorithms-wire2x2", slow2x2, mlp, 16, "allreduce", shared, repetitions=5),
     ]

@@ -180,7 +180,7 @@ def course_table(passed: Passed) -> str:
         rows.append([*row, verdict(passed.missed(one)) if has_goal else ""])
     if any(one.used for one in passed.contenders):
         head, rows = background_rows(passed)
-    return f"{course.place.title}, {course.model.title}, batch {course.batch}:\n\n{table(head, rows)}"
+    return f"{course.title}:\n\n{table(head, rows)}"
 
 
 def background_rows(passed: Passed) -> tuple[list[str], list[list[str]]]:

@@ -89,7 +89,8 @@ def pass_course(course: Course, engines: list[str], *, quick: bool) -> Passed:
     """One job for all contenders."""
     there = ("ours", "plain") + (("ddp", "ddp-bf16") if "gloo" in engines else ())
     chosen = [contender for contender in course.contenders if contender.engine in there]
-    job: dict[str, Any] = {"model": asdict(course.model), "batch": course.batch, "learns": course.learns}
+    job: dict[str, Any] = {"model": asdict(course.model), "batch": course.batch}
+    job |= {"learns": course.learns, "rest": course.rest}
     job |= {"repetitions": course.quick if quick else course.repetitions, "warm": course.warm}
     job |= {"contenders": [contender.described() for contender in chosen]}
     ranks, failure = launch.run_ranks(course.place, "benches.compare.algorithm_rank", job, TIMEOUT)
@@ -104,7 +105,7 @@ def pass_all(
 ) -> list[Passed]:
     passed = []
     for course in courses:
-        text = f"algorithms: {course.model.title}, {course.place.title}"
+        text = f"algorithms: {course.title}"
         say(text)
         why = launch.no_netlab() or ("" if "ours" in engines else "without ours")
         if why:
