@@ -5,7 +5,7 @@
 //! kept, and every later call and every wait for earlier work tells it ([`Story`]).
 
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use offbeat_core::dtype::{DType, Op};
@@ -40,7 +40,12 @@ pub struct Communicator {
     /// None when it is closed or aborted. Held during every call of NCCL's on it: it is not to be freed meanwhile.
     raw: Mutex<Handle>,
     story: Arc<Story>,
+    /// Says what else would end it: that a member is gone, which others may know long before NCCL does.
+    alarm: OnceLock<Alarm>,
 }
+
+/// An error, where something has happened.
+pub type Alarm = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 struct Handle(Option<Raw>);
 
@@ -64,6 +69,7 @@ impl Communicator {
             limit,
             raw: Mutex::new(Handle(None)),
             story: Arc::default(),
+            alarm: OnceLock::new(),
         };
         this.device.within(|| {
             let (mut raw, mut config) = (std::ptr::null_mut(), Config::patient());
@@ -86,6 +92,11 @@ impl Communicator {
 
     pub(crate) fn story(&self) -> &Arc<Story> {
         &self.story
+    }
+
+    /// Lets it be ended by what an alarm says, too. Only the first one counts.
+    pub fn heed(&self, alarm: Alarm) {
+        drop(self.alarm.set(alarm));
     }
 
     fn handle(&self) -> MutexGuard<'_, Handle> {
@@ -179,7 +190,10 @@ impl Communicator {
             let mut handle = self.handle();
             match (self.story.told(), self.state(&handle)) {
                 (Some(error), _) => Err(error),
-                (None, SUCCESS | IN_PROGRESS) => Ok(()),
+                (None, SUCCESS | IN_PROGRESS) => match self.alarm.get().map_or(Ok(()), |alarm| alarm()) {
+                    Ok(()) => Ok(()),
+                    Err(error) => Err(self.give_up(&mut handle, error)),
+                },
                 (None, code) => Err(self.fail(&mut handle, "work under way", code)),
             }
         })
