@@ -40,6 +40,8 @@ class Cuda:
         flat = torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
         ours = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
         flat.record_stream(ours)
+        # made between rounds; whoever writes to it first may be on another stream
+        torch.cuda.current_stream(self.device).synchronize()
         return flat
 
     def joined(self) -> None:

@@ -58,6 +58,11 @@ class Fragment:
         trace.names[number] = labels
         self.places = [places[index] for index in range(len(self.names))]
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether weights are on a GPU; the ranks that are left can go on without the others on the CPU only."""
+        return self._carriage is not None
+
     def fill(self) -> None:
         """Copies parameters into the buckets."""
         torch._foreach_copy_(self.places, self.parameters)
@@ -214,7 +219,7 @@ class Weights:
         """Goes on with those that are left, from the next exchange on; False if this algorithm cannot. The core tells
         the user who is lost."""
         gossip = self.sync.gossip
-        if gossip is None or not self.is_warm:
+        if gossip is None or not self.is_warm or any(fragment.is_on_gpu for fragment in self.fragments):
             return False
         if self.survivors is None:
             self._past, self._coded = self.totals(), [self.coded()]

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 
 import torch
 from standin import Double, in_place_of_a_gpu
@@ -107,6 +108,8 @@ def compare(cases):
 
 def leave(double):
     """Ends in good order: nothing may be left."""
+    # an error that was caught holds on to where it came from
+    gc.collect()
     offbeat.shutdown()
     left = double.left()
     assert left == 0, f"{left} things of the device were left behind"

@@ -233,7 +233,7 @@ impl Group {
     }
 
     /// Ends the group from outside of a call, for all its members.
-    pub(crate) fn abandon(&self, error: &Error) -> Error {
+    pub fn abandon(&self, error: &Error) -> Error {
         self.0.fail(error.clone(), &|| "an exchange of gradients".to_owned())
     }
 

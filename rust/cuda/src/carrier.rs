@@ -25,6 +25,9 @@ use crate::stream::{Mark, Stream};
 /// For how many rounds blocks that are not finite are counted by themselves.
 const ROUNDS: u64 = 64;
 
+/// How long the end of a carrier waits for what is under way before that is given up.
+const PARTING: Duration = Duration::from_secs(5);
+
 /// Gives memory of torch's for a bucket, all zero, which the stream with this handle uses too.
 pub type Allocate = Box<dyn Fn(&Bucket, u64) -> Result<Arc<dyn Lent>> + Send + Sync>;
 
@@ -39,8 +42,9 @@ impl Carrier {
     /// One for the buckets of one model. Other models have others.
     pub fn new(lane: Lane, allocate: Allocate) -> Result<Self> {
         let words = Words::new(lane.group().stream.device(), ROUNDS as usize)?;
-        let odd = Odd { words, newest: Mutex::default() };
-        Ok(Carrier { lane: Arc::new(lane), allocate, odd: Arc::new(odd) })
+        let lane = Arc::new(lane);
+        let odd = Odd { words, newest: Mutex::default(), lane: Arc::clone(&lane) };
+        Ok(Carrier { lane, allocate, odd: Arc::new(odd) })
     }
 
     /// A member's tensor to all, after what is enqueued on a stream of the caller's, which waits for it.
@@ -145,19 +149,21 @@ impl algorithm::Carrier for Carrier {
     }
 }
 
-impl Drop for Carrier {
-    fn drop(&mut self) {
-        // kernels count in memory that goes now
-        if let Err(error) = self.lane.group().stream.drain() {
-            log::warn!("{}", error.message);
-        }
-    }
-}
-
 /// Blocks that were not finite, of each of the last rounds.
 struct Odd {
     words: Words,
     newest: Mutex<u64>,
+    /// Whose kernels count.
+    lane: Arc<Lane>,
+}
+
+impl Drop for Odd {
+    fn drop(&mut self) {
+        // kernels count in memory that goes now
+        if let Err(error) = self.lane.drain(PARTING) {
+            log::warn!("{}", error.message);
+        }
+    }
 }
 
 impl Odd {

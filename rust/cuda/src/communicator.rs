@@ -5,7 +5,7 @@
 //! kept, and every later call and every wait for earlier work tells it ([`Story`]).
 
 use std::ffi::c_int;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use offbeat_core::dtype::{DType, Op};
@@ -40,8 +40,8 @@ pub struct Communicator {
     /// None when it is closed or aborted. Held during every call of NCCL's on it: it is not to be freed meanwhile.
     raw: Mutex<Handle>,
     story: Arc<Story>,
-    /// Says what else would end it: that a member is gone, which others may know long before NCCL does.
-    alarm: OnceLock<Alarm>,
+    /// Says what else would end it.
+    alarm: Alarm,
 }
 
 /// An error, where something has happened.
@@ -61,6 +61,19 @@ impl Communicator {
         id: UniqueId,
         limit: Duration,
     ) -> Result<Arc<Self>> {
+        Self::connect_heeding(nccl, device, members, id, limit, Box::new(|| Ok(())))
+    }
+
+    /// The same, and it is ended by what an alarm says, now or later: that a member is gone, which others may know long
+    /// before NCCL does.
+    pub fn connect_heeding(
+        nccl: &Arc<Nccl>,
+        device: &Arc<Device>,
+        members: Members,
+        id: UniqueId,
+        limit: Duration,
+        alarm: Alarm,
+    ) -> Result<Arc<Self>> {
         let (size, me) = (members.ranks.len() as c_int, members.me as c_int);
         let this = Communicator {
             nccl: Arc::clone(nccl),
@@ -69,7 +82,7 @@ impl Communicator {
             limit,
             raw: Mutex::new(Handle(None)),
             story: Arc::default(),
-            alarm: OnceLock::new(),
+            alarm,
         };
         this.device.within(|| {
             let (mut raw, mut config) = (std::ptr::null_mut(), Config::patient());
@@ -92,11 +105,6 @@ impl Communicator {
 
     pub(crate) fn story(&self) -> &Arc<Story> {
         &self.story
-    }
-
-    /// Lets it be ended by what an alarm says, too. Only the first one counts.
-    pub fn heed(&self, alarm: Alarm) {
-        drop(self.alarm.set(alarm));
     }
 
     fn handle(&self) -> MutexGuard<'_, Handle> {
@@ -140,6 +148,9 @@ impl Communicator {
                     self.limit.as_secs_f64()
                 );
                 return Err(self.give_up(handle, self.device.fails(Kind::Timeout, &text)));
+            }
+            if let Err(error) = (self.alarm)() {
+                return Err(self.give_up(handle, error));
             }
             std::thread::sleep(pause);
             pause = (pause * 2).min(PAUSES.1);
@@ -190,7 +201,7 @@ impl Communicator {
             let mut handle = self.handle();
             match (self.story.told(), self.state(&handle)) {
                 (Some(error), _) => Err(error),
-                (None, SUCCESS | IN_PROGRESS) => match self.alarm.get().map_or(Ok(()), |alarm| alarm()) {
+                (None, SUCCESS | IN_PROGRESS) => match (self.alarm)() {
                     Ok(()) => Ok(()),
                     Err(error) => Err(self.give_up(&mut handle, error)),
                 },

@@ -108,6 +108,15 @@ impl Lane {
         &self.group
     }
 
+    /// Waits on the host until all work is done; what takes longer is given up. For the end of things.
+    pub fn drain(&self, limit: Duration) -> Result<()> {
+        let Group { communicator, stream, .. } = &self.group;
+        if let Err(error) = stream.mark()?.wait(Some(limit), None) {
+            communicator.abort(error);
+        }
+        stream.drain()
+    }
+
     fn run(&self, work: &Work) -> Result<()> {
         let Work { kind, buffer, .. } = work;
         // SAFETY: whoever enqueues work promises that its memory stays until the work is done.

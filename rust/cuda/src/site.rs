@@ -55,8 +55,8 @@ impl Site {
         alarm: Alarm,
     ) -> Result<Carrier> {
         let id = id.try_into().map_err(|_| Error::invalid("an id of NCCL's has 128 bytes; try: report this"))?;
-        let communicator = Communicator::connect(&self.nccl, &self.device, members, UniqueId(id), limit)?;
-        communicator.heed(alarm);
+        let (nccl, device) = (&self.nccl, &self.device);
+        let communicator = Communicator::connect_heeding(nccl, device, members, UniqueId(id), limit, alarm)?;
         let stream = Stream::new(&self.device)?;
         let scratch = Scratch::new(&stream);
         let kernels = Arc::clone(&self.kernels);

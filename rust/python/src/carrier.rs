@@ -76,7 +76,9 @@ pub(crate) fn connect(
     let members = Members { ranks: group.ranks().to_vec(), me };
     let watched = group.clone();
     let alarm = Box::new(move || watched.verdict());
-    let inner = site.connect(members, group.layout().clone(), &id, limit, allocate(function), alarm)?;
+    let connected = site.connect(members, group.layout().clone(), &id, limit, allocate(function), alarm);
+    // the others wait for this rank
+    let inner = connected.map_err(|error| group.abandon(&error))?;
     Ok(Carrier { inner: Arc::new(inner), device: site.device(), group: group.clone() })
 }
 

@@ -4,6 +4,7 @@ behind."""
 
 import pytest
 from gpu import building
+from support import told
 
 pytestmark = [
     pytest.mark.skipif(building.missing() is not None, reason=str(building.missing())),
@@ -184,3 +185,162 @@ def resumed():
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(train):
     train(resumed, "ab")
+
+
+def failing():
+    """Trains until something is raised; tells what, and how long after the step before that took."""
+    import os
+    import sys
+    import time
+
+    from gpu_training import make, step
+    from standin import Double, in_place_of_a_gpu
+    from support import tell
+
+    import offbeat
+
+    algorithm, dies = sys.argv[1], sys.argv[2:] == [str(os.environ["RANK"])]
+    offbeat.init(timeout=10.0)
+    double, since, number = Double(), time.monotonic(), 0
+    with in_place_of_a_gpu(double):
+        try:
+            model, optimizer = make(algorithm)
+            for number in range(20):
+                since = time.monotonic()
+                if dies and number == 4:
+                    os._exit(0)
+                step(model, optimizer, number)
+        except offbeat.errors.OffbeatError as error:
+            seconds = time.monotonic() - since
+            tell(kind=type(error).__name__, message=str(error), step=number, seconds=seconds)
+
+
+def stories(job):
+    return [told(rank)[-1] for rank in job.ranks if told(rank)]
+
+
+@pytest.mark.parametrize("lazy", [0b00, 0b01, 0b10, 0b11])
+def test_a_rank_that_is_gone_is_named_in_seconds(train, lazy):
+    job = train(failing, "abc", "bytegrad", "2", FAKECUDA_SCHED=lazy)
+    assert [story["kind"] for story in stories(job)] == ["PeerLost"] * 2, job.report()
+    assert all("rank 2" in story["message"] and story["seconds"] < 5 for story in stories(job)), job.report()
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"FAKENCCL_FAIL": "work:30:6", "FAKENCCL_FAIL_RANK": 1},
+        {"FAKENCCL_FAIL": "ncclSend:12:1", "FAKENCCL_FAIL_RANK": 1},
+        {"FAKENCCL_FAIL": "ncclCommInitRankConfig:1:2", "FAKENCCL_FAIL_RANK": 1},
+    ],
+    ids=lambda trouble: trouble["FAKENCCL_FAIL"],
+)
+def test_errors_of_nccl_end_the_training_on_all_ranks(train, trouble):
+    job = train(failing, "ab", "bytegrad", **trouble)
+    assert len(stories(job)) == 2, job.report()
+    assert any("NCCL error" in story["message"] for story in stories(job)), job.report()
+
+
+def test_a_lack_of_memory_says_what_to_try(train):
+    # scratch memory of both ranks, at the first exchange
+    job = train(failing, "ab", "bytegrad", FAKECUDA_FAIL="cuMemAllocAsync:8:2")
+    assert any("out of memory" in s["message"] and "bucket_bytes" in s["message"] for s in stories(job)), job.report()
+    assert len(stories(job)) == 2, job.report()
+
+
+def refused():
+    import contextlib
+    import os
+    import sys
+
+    from gpu_training import make
+    from standin import Double, in_place_of_a_gpu
+    from support import fails
+
+    import offbeat
+
+    case = sys.argv[1]
+    offbeat.init(timeout=10.0)
+    if case == "steps":
+        with in_place_of_a_gpu(Double()):
+            kinds = {"PowerSGD()": "low_rank", "TopK()": "select", "QAdam(warmup_steps=1)": "momentum"}
+            kinds |= {"DiLoCo(every=2)": "difference", "LowPrecisionDecentralized()": "replicas"}
+            for algorithm, name in kinds.items():
+                fails(offbeat.errors.Unsupported, f"{name} is not carried on a GPU|try: model.cpu()", make, algorithm)
+            for algorithm in (
+                "AsyncModelAverage()",
+                "AsyncModelAverage(warmup_steps=2)",
+                "AsyncGossip()",
+                "AsyncServer()",
+            ):
+                fails(offbeat.errors.Unsupported, "on the CPU only|try model.cpu()", make, algorithm)
+            fails(offbeat.errors.Unsupported, "bucket_bytes", make, "allreduce", bucket_bytes="auto")
+        # the same ranks train on the CPU afterwards
+        make("allreduce")[1].remove()
+    elif case == "mixed":
+        gpu = in_place_of_a_gpu(Double()) if os.environ["RANK"] == "0" else contextlib.nullcontext()
+        with gpu:
+            fails(offbeat.errors.Mismatch, "devices|on a GPU|on the CPU", make, "allreduce")
+    elif case == "no driver":
+        # one rank has a GPU to torch, and no library that we find
+        double = Double() if os.environ["RANK"] == "0" else None
+        with in_place_of_a_gpu(double):
+            words = "no CUDA: libcuda.so.1 is not there" + ("" if double is None else "|rank 1")
+            fails(offbeat.errors.Unsupported, words, make, "allreduce")
+    elif case == "no nccl":
+        double = Double()
+        os.environ["OFFBEAT_NCCL"] = "nowhere.so"
+        with in_place_of_a_gpu(double):
+            fails(offbeat.errors.Unsupported, "no NCCL: OFFBEAT_NCCL=nowhere.so does not load|try:", make, "allreduce")
+    print("refused")
+
+
+@pytest.mark.parametrize("case", ["steps", "mixed", "no driver", "no nccl"])
+def test_what_cannot_be_is_refused_on_all_ranks(train, case):
+    job = train(refused, "ab", case)
+    assert all("refused" in rank.out for rank in job.ranks), job.report()
+
+
+def non_finite():
+    import torch
+    from gpu_training import leave
+    from standin import Double, in_place_of_a_gpu
+    from support import fails
+
+    import offbeat
+
+    offbeat.init(timeout=10.0)
+    double = Double()
+    with in_place_of_a_gpu(double):
+        model = torch.nn.Linear(300, 3)
+        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, "bytegrad")
+
+        def backward(value=1.0):
+            optimizer.zero_grad()
+            model(torch.full((2, 300), value if offbeat.rank() == 1 else 1.0)).mean().backward()
+
+        for _ in range(3):
+            backward()
+            optimizer.step()
+        # a step that is left out, as a GradScaler does, is no reason to complain of it later
+        backward(float("inf"))
+        assert not model.weight.grad.isfinite().all()
+        for _ in range(3):
+            backward()
+            optimizer.step()
+        # one that is made is complained of in a later one, on all ranks in the same
+        backward(float("inf"))
+        optimizer.step()
+        backward()
+        optimizer.step()
+        backward()
+        fails(offbeat.errors.NonFinite, "of a step before", optimizer.step)
+        backward()
+        optimizer.step()
+        assert offbeat.stats()["models"][0]["coding"]["non_finite"] > 0
+        optimizer.remove()
+    leave(double)
+
+
+def test_values_that_are_not_finite_are_told_later_on_all_ranks_alike(train):
+    train(non_finite, "ab")
