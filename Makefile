@@ -61,6 +61,10 @@ test-kernels: build $(GPU_CHECK)
 kernels: $(DEV) $(GPU_CHECK)
 	$(PY) kernels/compile.py
 
+.PHONY: gpu-check ## for whoever has a GPU: kernels, collectives and training on it, as one report to paste
+gpu-check: build
+	$(PY) -m benches.gpu_check
+
 .PHONY: bench ## ours, gloo and OpenMPI in one run: table and plot in out/
 bench: build $(BENCH)
 	$(PY) -m benches.compare --update

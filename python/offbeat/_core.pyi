@@ -1,12 +1,13 @@
 """The Rust core, as Python sees it. Not a public interface: use the functions of `offbeat`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypedDict, final, type_check_only
 
 from torch import Tensor
 
 __all__ = [
     "Background",
+    "Carrier",
     "Codec",
     "Group",
     "Runtime",
@@ -91,14 +92,17 @@ class Scheduler:
 
     @property
     def group(self) -> Group: ...
-    # for each bucket a DLPack capsule of all its elements, and (tensor, first element) of what lies in it
+    # for each bucket a DLPack capsule of all its elements (on a GPU the tensor itself), and (tensor, first element) of
+    # what lies in it
     def buckets(self) -> list[tuple[object, list[tuple[int, int]]]]: ...
     def arrive(self, tensor: int, /) -> bool: ...
-    def mark_ready(self, tensors: Sequence[int], /) -> None: ...
-    def mark_absent(self, tensor: int, /) -> None: ...
+    # on a GPU: the stream that has written the values, or zeros
+    def mark_ready(self, tensors: Sequence[int], stream: int = 0, /) -> None: ...
+    def mark_absent(self, tensor: int, stream: int = 0, /) -> None: ...
     def missing(self) -> list[int]: ...
     def has_begun(self) -> bool: ...
-    def finish(self) -> list[int]: ...  # tensors that are absent here and have a value all the same
+    # tensors that are absent here and have a value all the same; on a GPU `stream` waits for the buckets
+    def finish(self, stream: int = 0, /) -> list[int]: ...
     def begin(self) -> None: ...  # anchors and copies begin with the weights that lie in the buckets
     def reset(self, why: str) -> None: ...  # forgets a round that did not end
     def observed(self) -> tuple[list[int], list[bool]]: ...  # the order of the round under way; which came again
@@ -112,6 +116,12 @@ class Scheduler:
     def saved(self, tensor: int) -> list[tuple[str, bool, object]]: ...
     def restore(self, tensor: int, name: str, values: Tensor) -> None: ...
     def totals(self) -> tuple[int, float, float]: ...  # rounds, seconds of communication, seconds waited for
+
+@final
+class Carrier:
+    """Carries the steps of a model's buckets on a GPU, on a stream of its own. Streams are handles of the driver's."""
+
+    def broadcast(self, tensor: Tensor, src: int, stream: int, /) -> None: ...  # `stream` waits for it
 
 @final
 class Background:
@@ -174,7 +184,10 @@ class Runtime:
     def world(self) -> Group: ...
     def group(self, ranks: Sequence[int]) -> Group: ...
     # groups of all ranks for the training of one model; every rank calls it
-    def lanes(self, *, flat: bool) -> list[Group]: ...
+    def lanes(self, *, flat: bool, one: bool = False) -> list[Group]: ...
+    # connects the GPUs of all members; `allocate` gives memory for a bucket, all zero: elements, dtype, and the stream
+    # that uses it
+    def carrier(self, group: Group, device: int, allocate: Callable[[int, str, int], Tensor]) -> Carrier: ...
     def scheduler(
         self,
         lanes: Sequence[Group],
@@ -188,6 +201,7 @@ class Runtime:
         first: Sequence[tuple[str, dict[str, object]]],  # steps of the warm-up
         steps: Sequence[tuple[str, dict[str, object]]],
         bucket_bytes: int,
+        carrier: Carrier | None = None,
     ) -> Scheduler: ...
     def background(
         self,

@@ -4,6 +4,7 @@ import difflib
 import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,18 +34,20 @@ def without_wrappers(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Ten
     return listed if len(short) < len({name for name, _ in listed}) else [(plain(name), t) for name, t in listed]
 
 
-def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:
-    """The core reads and writes plain memory of the CPU only, and would trust the address of any other."""
+class Carriage(Protocol):
+    """Hands tensors of a GPU to the other ranks without a way through the host (`devices.Carriage`)."""
+
+    def broadcast(self, tensor: Tensor, source: int) -> None: ...
+    def carries(self, tensor: Tensor) -> bool: ...
+
+
+def refuse_sparse(named: Iterable[tuple[str, Tensor]]) -> None:
+    """Only plain memory can be handed to other ranks."""
     for name, tensor in named:
         if tensor.layout is not torch.strided:
             raise Unsupported(
                 f"{name} is {tensor.layout}, which cannot be handed to other ranks; try to_dense(), or keep it out of "
                 "the model"
-            )
-        if tensor.device.type != "cpu":
-            raise Unsupported(
-                f"{name} is on {tensor.device}, and this version trains on the CPU; try model.cpu() before wrapping "
-                "(model.to_empty(device='cpu') if it has no values yet)"
             )
 
 
@@ -101,20 +104,33 @@ def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
-def broadcast_tensors(group: _core.Group, tensors: Iterable[Tensor], source: int) -> None:
+def broadcast_tensors(
+    group: _core.Group, tensors: Iterable[Tensor], source: int, carriage: Carriage | None = None
+) -> None:
     """Gives all ranks the values that `source` has. Small tensors travel together."""
     mine = runtime.rank() == source
     with torch.no_grad():
         for pack in packs(tensors):
-            if len(pack) == 1 and pack[0].is_contiguous():
-                group.broadcast(pack[0], source, False)
+            carried = carriage if carriage is not None and carriage.carries(pack[0]) else None
+            if len(pack) == 1 and pack[0].is_contiguous() and (carried or pack[0].device.type == "cpu"):
+                send(group, pack[0], source, carried)
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in pack])
-            group.broadcast(flat, source, False)
+            # what is on a device that nobody carries goes through the host
+            flat = flat if carried else flat.cpu()
+            send(group, flat, source, carried)
             if not mine:
                 sizes = [tensor.numel() for tensor in pack]
                 for tensor, piece in zip(pack, torch.split(flat, sizes), strict=True):
                     tensor.copy_(piece.view(tensor.shape))
+
+
+def send(group: _core.Group, tensor: Tensor, source: int, carriage: Carriage | None) -> None:
+    """Gives all ranks the values of a contiguous tensor."""
+    if carriage is None:
+        group.broadcast(tensor, source, False)
+    else:
+        carriage.broadcast(tensor, source)
 
 
 def reals(tensor: Tensor) -> Tensor:
@@ -142,13 +158,13 @@ def contents(tensor: Tensor) -> Tensor:
 
 
 def packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Small tensors of one type together, up to a size; large ones alone."""
-    by_type: dict[torch.dtype, list[Tensor]] = {}
+    """Small tensors of one type and place together, up to a size; large ones alone."""
+    by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in map(contents, tensors):
         if tensor.nbytes >= ALONE:
             yield [tensor]
         elif tensor.numel():
-            by_type.setdefault(tensor.dtype, []).append(tensor)
+            by_type.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for of_type in by_type.values():
         pack: list[Tensor] = []
         size = 0
@@ -162,11 +178,15 @@ def packs(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def broadcast_optimizer(
-    group: _core.Group, optimizer: torch.optim.Optimizer, source: int, parameters: Sequence[Tensor]
+    group: _core.Group,
+    optimizer: torch.optim.Optimizer,
+    source: int,
+    parameters: Sequence[Tensor],
+    carriage: Carriage | None = None,
 ) -> None:
     """Gives all ranks the optimizer's state and settings that `source` has, without changing a type on the way."""
     mine = runtime.rank() == source
-    states = [outline(optimizer.state.get(parameter, {})) for parameter in parameters]
+    states = [outline(optimizer.state.get(parameter, {}), parameter) for parameter in parameters]
     groups = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
     data = torch.frombuffer(bytearray(pickle.dumps((states, groups))), dtype=torch.uint8)
     states, groups = pickle.loads(bytes(gather(group, data if mine else data[:0])[source].numpy()))
@@ -174,7 +194,7 @@ def broadcast_optimizer(
     for parameter, entries in zip(parameters, states, strict=True):
         if not mine:
             known = optimizer.state.get(parameter, {})
-            state = {key: fill(entry, known.get(key)) for key, entry in entries.items()}
+            state = {key: fill(entry, known.get(key), parameter) for key, entry in entries.items()}
             if state:
                 optimizer.state[parameter] = state
             else:
@@ -184,28 +204,30 @@ def broadcast_optimizer(
     if not mine:
         for each, settings in zip(optimizer.param_groups, groups, strict=True):
             each.update(settings)
-    broadcast_tensors(group, tensors, source)
+    broadcast_tensors(group, tensors, source, carriage)
 
 
 class Outline:
     """A tensor without its values."""
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, tensor: Tensor, parameter: Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        # ranks have devices of other numbers
+        self.beside = tensor.device == parameter.device
 
 
-def outline(state: dict[str, object]) -> dict[str, object]:
+def outline(state: dict[str, object], parameter: Tensor) -> dict[str, object]:
     """A parameter's state without the values of its tensors."""
-    return {key: Outline(value) if isinstance(value, Tensor) else value for key, value in state.items()}
+    return {key: Outline(value, parameter) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def fill(entry: object, known: object) -> object:
+def fill(entry: object, known: object, parameter: Tensor) -> object:
     """A place for the values: the tensor that is there already if it fits, or a new one."""
     if not isinstance(entry, Outline):
         return entry
     if isinstance(known, Tensor) and (tuple(known.shape), known.dtype) == (entry.shape, entry.dtype):
         return known
-    return torch.empty(entry.shape, dtype=entry.dtype)
+    return torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device if entry.beside else None)
 
 
 def compare_values(group: _core.Group, named: Sequence[tuple[str, Tensor]], step: int, *, working: bool = True) -> None:
@@ -213,7 +235,7 @@ def compare_values(group: _core.Group, named: Sequence[tuple[str, Tensor]], step
 
     A rank that is not working only takes part: its parameters are old, and that is no drift.
     """
-    digests = [_core.digest(reals(tensor).contiguous()) for _, tensor in named]
+    digests = [digest(tensor) for _, tensor in named]
     mine = torch.tensor([int(working), *digests], dtype=torch.int64)
     theirs = gather(group, mine)
     ranks = [rank for rank, row in enumerate(theirs) if row[0]]
@@ -228,6 +250,11 @@ def compare_values(group: _core.Group, named: Sequence[tuple[str, Tensor]], step
         f"on rank {ranks[0]}, nor are {int(differ.sum()) - 1} others of {len(named)}; "
         "try: look for changes to parameters outside of the optimizer, different seeds, or non-finite values"
     )
+
+
+def digest(tensor: Tensor) -> int:
+    """A number for a tensor's bytes."""
+    return _core.digest(reals(tensor).contiguous().cpu())
 
 
 def gather(group: _core.Group, tensor: Tensor) -> list[Tensor]:

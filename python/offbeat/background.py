@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, agreement, counters, hooks, owners, replica, resuming, runtime
+from . import _core, agreement, counters, devices, hooks, owners, replica, resuming, runtime
 from .algorithms import GradientAllReduce
 from .asynchronous import Background
 from .errors import InvalidArgument, Timeout, Unsupported
@@ -42,6 +42,12 @@ class BackgroundReplica:
             raise InvalidArgument(
                 f"check_every={check_every} compares parameters that {algorithm.name} lets differ; leave it out, and "
                 "look at the spread in offbeat.stats()"
+            )
+        if devices.of(named) is not None:
+            raise Unsupported(
+                f"{algorithm.name} works in the background on the CPU only, and {named[0][0]} is on "
+                f"{named[0][1].device}; try model.cpu() before wrapping, or an algorithm for GPUs: allreduce, "
+                "bytegrad, qsgd, local_sgd, decentralized"
             )
         self.number = next(replica._numbers)
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
@@ -90,7 +96,8 @@ class BackgroundReplica:
     def _begin(self, *, synchronize: bool) -> None:
         """Makes ranks agree, and prepares the core. The thread starts at the first safe point."""
         owners.claim(self, self._named)
-        agreement.refuse_elsewhere(self._named)
+        agreement.refuse_sparse(self._named)
+        devices.refuse_elsewhere(self._named)
         for name, tensor in self._named:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
                 raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try float32")

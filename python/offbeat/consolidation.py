@@ -63,6 +63,13 @@ def average(
 ) -> tuple[float, int]:
     """Makes tensors equal on all ranks; gives how far the parameters were apart, and the step. That is this rank's own,
     or the largest if ranks were lost. With `patient` those that are left may take the time of a first step to come."""
+    # on a GPU this goes through the host: it is not for the inside of a loop
+    copies = {id(tensor): (tensor, tensor.detach().cpu()) for tensor in (*parameters, *buffers) if not tensor.is_cpu}
+    if copies:
+        parameters, buffers = (
+            [copies[id(tensor)][1] if id(tensor) in copies else tensor for tensor in tensors]
+            for tensors in (parameters, buffers)
+        )
     core = runtime.current()
     core.convene()
     draft: Draft | None = None
@@ -77,6 +84,9 @@ def average(
     else:
         core.settled()
     draft.apply()
+    with torch.no_grad():
+        for tensor, copy in copies.values():
+            tensor.copy_(copy)
     return draft.spread, draft.step
 
 
@@ -178,7 +188,7 @@ class Distances:
 
 def digests(tensors: list[Tensor]) -> Tensor:
     """A number for each tensor's bytes."""
-    return torch.tensor([_core.digest(agreement.reals(t).contiguous()) for t in tensors], dtype=torch.int64)
+    return torch.tensor([agreement.digest(tensor) for tensor in tensors], dtype=torch.int64)
 
 
 def is_exact(tensor: Tensor) -> bool:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import _core
 from .errors import InvalidArgument, Unsupported
 
 
@@ -49,13 +48,13 @@ class Line:
         self._mark: Callable[[Sequence[int]], object] = ignore
         weakref.finalize(listener, self.cut)
 
-    def connect(self, scheduler: _core.Scheduler) -> None:
-        """Gradients go into the buckets of this scheduler."""
-        self.arrive, self._mark = scheduler.arrive, scheduler.mark_ready
+    def connect(self, arrive: Callable[[int], bool], mark: Callable[[Sequence[int]], object]) -> None:
+        """Says who is told of a gradient that has arrived, and of those that are in their slots."""
+        self.arrive, self._mark = arrive, mark
 
     def disconnect(self) -> None:
         """Lets go of the core."""
-        self.arrive, self._mark = ignore, ignore
+        self.connect(ignore, ignore)
 
     def cut(self) -> None:
         """Nothing is exchanged any more."""
@@ -76,7 +75,11 @@ class Line:
         with self._lock:  # of several threads of autograd; what one of them adds meanwhile stays
             batch = self.arrived[:]
             del self.arrived[: len(batch)]
-            self._mark(move(batch))
+            self.put(batch)
+
+    def put(self, batch: "Sequence[tuple[Tensor, Slot]]") -> None:
+        """Puts gradients into their slots, and says so."""
+        self._mark(move(batch))
 
     def drop(self) -> None:
         """Forgets gradients that have arrived."""
@@ -86,6 +89,11 @@ class Line:
 def ignore(_: object) -> bool:
     """For nobody."""
     return False
+
+
+def at_once(_: object) -> bool:
+    """For gradients that are moved one by one."""
+    return True
 
 
 class Ending:
@@ -149,6 +157,11 @@ class Slot:
             )
 
 
+def fill(views: list[Tensor], gradients: list[Tensor]) -> None:
+    """Copies gradients to where they belong, on torch's current stream."""
+    torch._foreach_copy_(views, gradients)
+
+
 def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
     """Moves gradients into their slots, where they live from then on. Gives the numbers of those that are there."""
     ready, parameters, gradients, views = [], [], [], []
@@ -169,7 +182,7 @@ def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
     if torch.is_grad_enabled():  # as in a backward with create_graph=True
         gradients = [gradient.detach() for gradient in gradients]
     try:
-        torch._foreach_copy_(views, gradients)
+        fill(views, gradients)
         for parameter, view in zip(parameters, views, strict=True):
             parameter.grad = view
     except RuntimeError:  # looking first would cost as much as all the rest

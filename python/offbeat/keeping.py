@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -37,13 +38,25 @@ def common(scheduler: _core.Scheduler, names: Sequence[str], kept: Kept) -> Kept
     return {name: entries for name, entries in found.items() if entries}
 
 
-def warn_of_reset(kept: Kept, taken: Kept, saved_by: tuple[object, object], here: tuple[str, int]) -> None:
+# An algorithm, how many ranks, and where they are: what was kept means the same only where all three are.
+Author = tuple[object, object, object]
+
+
+def author(state: dict[str, Any]) -> Author:
+    """By whom a state was saved."""
+    return state.get("algorithm"), state.get("world_size"), state.get("place", "cpu")
+
+
+def warn_of_reset(kept: Kept, taken: Kept, saved_by: Author, here: Author) -> None:
     """Says what of a checkpoint does not fit, and begins at zero."""
     labels = {label for entries in kept.values() for label in entries}
     lost = sorted(labels - {label for entries in taken.values() for label in entries})
     if lost:
+        apart = saved_by[2] != here[2]
+        places = [f" ({each[2]})" if apart else "" for each in (saved_by, here)]
         warnings.warn(
-            f"the checkpoint is of {saved_by[0]} on {saved_by[1]} ranks, this is {here[0]} on {here[1]}: what steps "
+            f"the checkpoint is of {saved_by[0]} on {saved_by[1]} ranks{places[0]}, this is {here[0]} on {here[1]}"
+            f"{places[1]}: what steps "
             f"had kept of {len(kept)} parameters under {', '.join(lost)} begins at zero again",
             stacklevel=3,
         )

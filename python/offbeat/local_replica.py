@@ -180,7 +180,7 @@ class LocalReplica(replica.Replica):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if self.weights is not None:
-            saved_by, here = (state.get("algorithm"), state.get("world_size")), (self.algorithm.name, self.world)
+            saved_by, here = keeping.author(state), (self.algorithm.name, self.world, self.place)
             saved = state.get("weights", {})
             taken = self.weights.load_state_dict(saved, same=saved_by == here)
             keeping.warn_of_reset(saved.get("kept", {}), taken, saved_by, here)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, agreement, counters, hooks, keeping, owners, runtime, sweep, trace
+from . import _core, agreement, counters, devices, hooks, keeping, owners, runtime, sweep, trace
 from .algorithm import Algorithm
 from .errors import InvalidArgument, NonFinite
 from .joining import Turn, Turns
@@ -91,6 +91,8 @@ class Replica:
         self._frozen: list[Tensor] = []
         self._slots: list[hooks.Slot] = []
         self._scheduler: _core.Scheduler | None = None
+        # Where gradients are on a GPU.
+        self._carriage: devices.Carriage | None = None
         self._removers: list[Callable[[], None]] = []
         self._forget_model: Callable[[], None] | None = None
         self._forget_steps: Callable[[], None] | None = None
@@ -118,13 +120,16 @@ class Replica:
         if self.world == 1:
             sweep.report_alone()
             return
-        agreement.refuse_elsewhere([*self._named, *self._buffers()])
+        agreement.refuse_sparse([*self._named, *self._buffers()])
+        devices.refuse_elsewhere([*self._named, *self._buffers()])
+        device = devices.of(self._named)
+        devices.agree(device)
         parameters = self._parameters()
         warmup, first = self.algorithm.warmup()
         described = [step.describe(parameters) for step in first]
         steps = [step.describe(parameters) for step in self.algorithm.steps()]
         by_host = [arguments["hierarchical"] for _, arguments in (*described, *steps) if "hierarchical" in arguments]
-        lanes = runtime.current().lanes(flat=bool(by_host) and not any(by_host))
+        lanes = runtime.current().lanes(flat=bool(by_host) and not any(by_host), one=device is not None)
         group = lanes[0]
         if not steps and self.algorithm.sync() is None:
             raise InvalidArgument(
@@ -139,6 +144,9 @@ class Replica:
         named = agreement.without_wrappers(self._buffers())
         buffers = [agreement.describe(name, tensor, buffer=True) for name, tensor in named]
         agreement.compare(group, "buffers", buffers)
+        if device is not None:
+            self._sweep.refuse()
+        self._carriage = devices.connect(device, group)
         self.bucket_bytes = self._sweep.begin(self, sum(tensor.nbytes for _, tensor in self._active))
         # before there are buckets, so that they lie where the copies of this are now
         self._hand_out(group, 0)
@@ -153,6 +161,7 @@ class Replica:
             first=described,
             steps=steps,
             bucket_bytes=self.bucket_bytes,
+            carrier=None if self._carriage is None else self._carriage.carrier,
         )
         self._scheduler.resume(self.step)
         self._agreed()
@@ -186,7 +195,7 @@ class Replica:
         owners.release(self, self._named)
         self._line.cut()
         self._slots = []
-        self._scheduler = None
+        self._scheduler = self._carriage = None
         counters.models.pop(self.number, None)
         trace.names.pop(self.number, None)
 
@@ -203,9 +212,10 @@ class Replica:
     def _hand_out(self, group: _core.Group, source: int) -> None:
         others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in self._left_out]
         everything = {id(tensor): tensor for _, tensor in (*others, *self._buffers(), *self._named)}
-        agreement.broadcast_tensors(group, everything.values(), source)
+        agreement.broadcast_tensors(group, everything.values(), source, self._carriage)
         if self.optimizer is not None:
-            agreement.broadcast_optimizer(group, self.optimizer, source, [t for _, t in self._named])
+            parameters = [tensor for _, tensor in self._named]
+            agreement.broadcast_optimizer(group, self.optimizer, source, parameters, self._carriage)
 
     def refresh(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Begins anew with other parameters, or with the same when some were frozen or thawed. Every rank does so."""
@@ -213,7 +223,7 @@ class Replica:
         owners.release(self, self._named)
         self._leave_buckets()
         self._line.disconnect()
-        self._scheduler = None
+        self._scheduler, self._carriage = None, None
         self._named = list(named)
         self._start()
 
@@ -222,11 +232,15 @@ class Replica:
     def _adopt_buckets(self) -> None:
         """Takes the core's buckets as the place of gradients; what is there moves in."""
         scheduler = self._running()
-        self._line.connect(scheduler)
+        if self._carriage is None:
+            self._line.connect(scheduler.arrive, scheduler.mark_ready)
+        else:
+            # one by one: each may be on another stream
+            self._line.connect(hooks.at_once, self._carriage.marker(scheduler.mark_ready))
         mine: dict[int, hooks.Slot] = {}
         labels: list[str] = []
         for capsule, slots in scheduler.buckets():
-            flat: Tensor = from_dlpack(capsule)
+            flat = capsule if isinstance(capsule, Tensor) else from_dlpack(capsule)
             for index, offset in slots:
                 name, parameter = self._active[index]
                 mine[index] = hooks.Slot(hooks.places(flat, parameter, offset), index, name)
@@ -265,6 +279,11 @@ class Replica:
     def group(self) -> _core.Group:
         """In which gradients are exchanged."""
         return self._running().group
+
+    @property
+    def place(self) -> str:
+        """Where gradients are: who keeps what of an element is not the same there."""
+        return "cpu" if self._carriage is None else "gpu"
 
     @property
     def is_running(self) -> bool:
@@ -394,16 +413,16 @@ class Replica:
         for index in scheduler.missing():
             name, parameter = self._active[index]
             if parameter.grad is None:
-                scheduler.mark_absent(index)
+                self._mark_absent(scheduler, index)
                 if parameter.requires_grad:
                     absent.append(name)
             else:
                 # from an earlier backward: exchanged before, or accumulated under no_sync()
                 earlier.append((parameter, self._slots[index]))
-        scheduler.mark_ready(hooks.move(earlier))
+        self._line.put(earlier)
         self._observe(scheduler)
         with hooks.mark("offbeat::wait"):
-            gained = scheduler.finish()
+            gained = self._finish_round(scheduler)
         for index in gained:
             self._slots[index].show(self._active[index][1])
         self.step += 1
@@ -411,6 +430,15 @@ class Replica:
             self._sweep.round_ended()
         if absent:
             self._name_unused(absent)
+
+    def _mark_absent(self, scheduler: _core.Scheduler, index: int) -> None:
+        if self._carriage is None:
+            scheduler.mark_absent(index)
+        else:
+            self._carriage.absent(scheduler, index, self._slots[index].home)
+
+    def _finish_round(self, scheduler: _core.Scheduler) -> list[int]:
+        return scheduler.finish() if self._carriage is None else self._carriage.finish(scheduler)
 
     def _observe(self, scheduler: _core.Scheduler) -> None:
         """In the first round: the order for the final buckets. One that was loaded is as good, and known before."""
@@ -463,7 +491,7 @@ class Replica:
     def _broadcast_buffers(self) -> None:
         with hooks.mark("offbeat::buffers"):
             buffers = [tensor for _, tensor in self._buffers()]
-            agreement.broadcast_tensors(self._running().group, buffers, self._turns.source)
+            agreement.broadcast_tensors(self._running().group, buffers, self._turns.source, self._carriage)
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         return [(name, tensor) for name, tensor in self.model.named_buffers() if name not in self._left_out]
@@ -517,6 +545,7 @@ class Replica:
             "version": 1,
             "algorithm": self.algorithm.name,
             "world_size": self.world,
+            "place": self.place,
             "step": self.step,
             "bucket_bytes": self.bucket_bytes,
             "order": [self._active[index][0] for index in order],
@@ -541,20 +570,20 @@ class Replica:
             self.takeover.load_state_dict(state.get("frozen", {}), dict(self._active))
         order = state.get("order", [])
         places = {name: index for index, name in enumerate(self._names())}
-        saved_by = (state.get("algorithm"), state.get("world_size"))
+        saved_by, here = keeping.author(state), (self.algorithm.name, self.world, self.place)
         if self._scheduler is None or sorted(order) != sorted(places):
             # of another kind of algorithm, or of another model; alone there is nothing to keep
             kept = state.get("kept", {}) if self._scheduler is not None else {}
-            keeping.warn_of_reset(kept, {}, saved_by, (self.algorithm.name, self.world))
+            keeping.warn_of_reset(kept, {}, saved_by, here)
             return
         self._scheduler.resume(self.step)
         self._loaded_order = [places[name] for name in order]
         if "kept" not in state:
             return
-        if saved_by != (self.algorithm.name, self.world):
+        if saved_by != here:
             same = saved_by[0] == self.algorithm.name
             self._loaded = keeping.common(self._scheduler, self._names(), state["kept"]) if same else {}
-            keeping.warn_of_reset(state["kept"], self._loaded, saved_by, (self.algorithm.name, self.world))
+            keeping.warn_of_reset(state["kept"], self._loaded, saved_by, here)
         else:
             self._loaded = state["kept"]
             late = set(state.get("late", ()))
@@ -589,8 +618,10 @@ class Replica:
         scheduler = self._scheduler
         if scheduler is None or getattr(optimizer, "found_inf", None) is not None or not scheduler.was_non_finite():
             return
+        # on a GPU it shows when the exchange has long been used: the host does not wait for it
+        when = f"step {self.step - 1}" if self._carriage is None else f"a step before {self.step - 1}"
         raise NonFinite(
-            f"gradients of step {self.step - 1} were NaN or infinite on some rank, and {self.algorithm.name} has made "
+            f"gradients of {when} were NaN or infinite on some rank, and {self.algorithm.name} has made "
             "whole blocks NaN of them on all; try: a lower learning rate, clipping, a GradScaler, or check "
             "torch.isfinite before step()"
         )
@@ -608,9 +639,9 @@ class Replica:
         if turn is Turn.GRADIENTS:
             self._exchanges_gradients()
             for index in range(len(self._active)):
-                scheduler.mark_absent(index)
+                self._mark_absent(scheduler, index)
             self._observe(scheduler)
-            scheduler.finish()
+            self._finish_round(scheduler)
             self.step += 1
         elif turn is Turn.BUFFERS:
             self._broadcast_buffers()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from . import runtime, settings, tuning
-from .errors import InvalidArgument
+from .errors import InvalidArgument, Unsupported
 from .objects import broadcast_object
 
 if TYPE_CHECKING:
@@ -71,6 +71,14 @@ class Sweep:
         self._since: float | None = None
         # Which size gave these buckets first.
         self._plans: dict[object, int] = {}
+
+    def refuse(self) -> None:
+        """Where buckets are on a GPU: the host does not see how long their exchange takes."""
+        if self._auto or os.environ.get(VARIABLE):
+            raise Unsupported(
+                'bucket_bytes="auto" and `offbeat tune` take times on the host, which does not wait for a GPU; try a '
+                "size, e.g. bucket_bytes=25 * 2**20"
+            )
 
     def begin(self, replica: "Replica", total: int) -> int:
         """Begins, or begins anew with other parameters of `total` bytes. Gives the size of buckets, rank 0's."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from . import agreement, hooks, keeping, runtime, trace
+from . import agreement, devices, hooks, keeping, runtime, trace
 from .errors import NonFinite, PeerFailed, PeerLost
 from .steps import Parameter
 from .survivors import Survivors
@@ -31,9 +31,12 @@ class Fragment:
         # Parameters as they were when the exchange began, where training goes on meanwhile.
         self.before: list[Tensor] = []
         described = [step.describe([Parameter(name) for name in self.names]) for step in sync.steps]
-        core = runtime.current()
+        core, device = runtime.current(), devices.of(named)
+        lanes = core.lanes(flat=False, one=device is not None)
+        # Where weights are on a GPU. Exchanges of gradients have another one: both may be under way.
+        self._carriage = devices.connect(device, lanes[0])
         self.scheduler = core.scheduler(
-            core.lanes(flat=False),
+            lanes,
             number,
             [(name, hooks.elements(p), hooks.rows(p), agreement.dtype_of(p)) for name, p in named],
             what="weights",
@@ -43,16 +46,22 @@ class Fragment:
             first=[],
             steps=described,
             bucket_bytes=bucket_bytes,
+            carrier=None if self._carriage is None else self._carriage.carrier,
         )
         places: dict[int, Tensor] = {}
         labels: list[str] = []
         for capsule, slots in self.scheduler.buckets():
-            flat: Tensor = from_dlpack(capsule)
+            flat = capsule if isinstance(capsule, Tensor) else from_dlpack(capsule)
             for index, offset in slots:
                 places[index] = hooks.places(flat, self.parameters[index], offset)
             labels.append(", ".join(self.names[index] for index, _ in slots))
         trace.names[number] = labels
         self.places = [places[index] for index in range(len(self.names))]
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether weights are on a GPU; the ranks that are left can go on without the others on the CPU only."""
+        return self._carriage is not None
 
     def fill(self) -> None:
         """Copies parameters into the buckets."""
@@ -68,11 +77,17 @@ class Fragment:
         self.fill()
         self.before = [place.clone() for place in self.places] if overlapped else []
         self.scheduler.hold(False)
-        self.scheduler.mark_ready(range(len(self.names)))
+        mark: Callable[[Sequence[int]], None] = self.scheduler.mark_ready
+        if self._carriage is not None:
+            mark = self._carriage.marker(self.scheduler.mark_ready)
+        mark(range(len(self.names)))
 
     def land(self, step: int, algorithm: str) -> None:
         """Waits until the exchange is over. Its result stays in the buckets."""
-        self.scheduler.finish()
+        if self._carriage is None:
+            self.scheduler.finish()
+        else:
+            self._carriage.finish(self.scheduler)
         if self.scheduler.was_non_finite():
             raise NonFinite(
                 f"weights of step {step} were NaN or infinite, and {algorithm} could not encode them; try: a lower "
@@ -203,7 +218,7 @@ class Weights:
         """Goes on with those that are left, from the next exchange on; False if this algorithm cannot. The core tells
         the user who is lost."""
         gossip = self.sync.gossip
-        if gossip is None or not self.is_warm:
+        if gossip is None or not self.is_warm or any(fragment.is_on_gpu for fragment in self.fragments):
             return False
         if self.survivors is None:
             self._past, self._coded = self.totals(), [self.coded()]

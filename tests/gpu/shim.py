@@ -1,10 +1,6 @@
-"""Builds the kernels for the CPU, and runs jobs there.
-
-`python -m gpu.shim FOLDER` (in tests/) builds FOLDER/kernels.so, which a double of libcuda loads.
-"""
+"""Builds the kernels for the CPU, and runs jobs there."""
 
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,15 +23,17 @@ def link(objects: list[Path], to: Path, options: list[str]) -> Path:
     return to
 
 
-def build(folder: Path, sanitizer: str | None = None, program: str = "runner") -> Path:
-    """The runner with all kernels, or the library of them."""
-    sanitize = [f"-fsanitize={sanitizer}"] if sanitizer else []
+def objects(folder: Path, program: str, sanitize: list[str] | None = None) -> list[Path]:
+    """All kernels and a program around them, compiled. It must be linked last."""
     folder.mkdir(parents=True, exist_ok=True)
     sources = [SHIM / "fibers.cpp", *sorted(KERNELS.glob("*.cu")), SHIM / f"{program}.cpp"]
-    objects = [compile_one(source, folder / f"{source.stem}.o", sanitize, KERNELS) for source in sources]
-    if program == "library":
-        return link(objects, folder / "kernels.so", ["-shared", *sanitize])
-    return link(objects, folder / program, sanitize)
+    return [compile_one(source, folder / f"{source.stem}.o", sanitize or [], KERNELS) for source in sources]
+
+
+def build(folder: Path, sanitizer: str | None = None) -> Path:
+    """The runner with all kernels."""
+    sanitize = [f"-fsanitize={sanitizer}"] if sanitizer else []
+    return link(objects(folder, "runner", sanitize), folder / "runner", sanitize)
 
 
 def rebuild(runner: Path, folder: Path, sanitizer: str | None, kernels: Path, name: str) -> Path:
@@ -64,7 +62,3 @@ def run(runner: Path, job: Job) -> list[bytes]:
 
 def faults(runner: Path, job: Job) -> list[str]:
     return job.faults(run(runner, job))
-
-
-if __name__ == "__main__":
-    print(build(Path(sys.argv[1]), program="library"))

@@ -172,7 +172,7 @@ pub struct Count {
 
 impl Tally {
     /// Notes something that was encoded: bytes before and after, and blocks that were not finite.
-    pub(crate) fn add(&self, plain: u64, coded: u64, non_finite: u64) {
+    pub fn add(&self, plain: u64, coded: u64, non_finite: u64) {
         self.plain.fetch_add(plain, Ordering::Relaxed);
         self.coded.fetch_add(coded, Ordering::Relaxed);
         self.non_finite.fetch_add(non_finite, Ordering::Relaxed);

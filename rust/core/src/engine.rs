@@ -18,7 +18,7 @@ use offbeat_transport::watchdog::Watch;
 use offbeat_transport::{Interrupt, fork};
 use tokio::runtime::Runtime;
 
-use crate::algorithm::Description;
+use crate::algorithm::{Carrier, Description};
 use crate::background::{self, Agreed, Background, Council, Ending};
 use crate::bucket::{Sizes, Tensor};
 use crate::buffer::{Buffer, Shaped};
@@ -150,15 +150,17 @@ impl Engine {
     /// scheduler has seen the first round, calls have the time of a first step: ranks may still load and compile. In flat
     /// ones every rank counts as a host of its own.
     pub fn lanes(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<Group>> {
-        let ranks: Vec<u32> = (0..self.world_size()).collect();
-        let limit = Some(self.config.first_step_timeout);
-        let make = |_| {
-            let group = self.make_group(&ranks, flat, &Terms { interrupt, limit, purpose: None })?;
-            group.set_limit(self.config.first_step_timeout);
-            Ok(group)
-        };
         let several_hosts = self.world.hosts() > 1;
-        (0..if several_hosts { 2 } else { 1 }).map(make).collect()
+        (0..if several_hosts { 2 } else { 1 }).map(|_| self.lane(flat, interrupt)).collect()
+    }
+
+    /// One of these: a device keeps the wire busy by itself.
+    pub fn lane(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
+        let ranks: Vec<u32> = (0..self.world_size()).collect();
+        let limit = self.config.first_step_timeout;
+        let group = self.make_group(&ranks, flat, &Terms { interrupt, limit: Some(limit), purpose: None })?;
+        group.set_limit(limit);
+        Ok(group)
     }
 
     /// Starts a scheduler for the tensors of a model on its lanes. `model` is a number for the trace.
@@ -170,8 +172,21 @@ impl Engine {
         description: Description,
         sizes: Sizes,
     ) -> Result<Scheduler> {
+        self.scheduler_on(None, lanes, model, tensors, description, sizes)
+    }
+
+    /// The same for tensors that are on a device, where `carrier` carries the steps; it wants one lane.
+    pub fn scheduler_on(
+        &self,
+        carrier: Option<Arc<dyn Carrier>>,
+        lanes: Vec<Group>,
+        model: u32,
+        tensors: Vec<Tensor>,
+        description: Description,
+        sizes: Sizes,
+    ) -> Result<Scheduler> {
         let limits = Limits { first: self.config.first_step_timeout, rest: self.config.timeout };
-        Scheduler::start(lanes, model, tensors, description, sizes, limits)
+        Scheduler::start(lanes, model, tensors, description, sizes, limits, carrier)
     }
 
     /// Prepares the exchanges in the background of a model whose tensors have so many elements each, between the members of

@@ -151,6 +151,16 @@ impl Group {
         self.0.layout.hosts.len()
     }
 
+    /// Who is on which host.
+    pub fn layout(&self) -> &Layout {
+        &self.0.layout
+    }
+
+    /// Whether nothing is known that would end the group.
+    pub fn verdict(&self) -> Result<()> {
+        self.0.mesh.roster().verdict(self.0.id, &self.0.ranks, Vec::new)
+    }
+
     /// The members of each host, as places in [`Group::ranks`], and my own host and seat.
     pub(crate) fn seats(&self) -> (&[Vec<usize>], (usize, usize)) {
         (&self.0.layout.hosts, self.0.layout.seat(self.0.me.unwrap_or_default()))
@@ -223,7 +233,7 @@ impl Group {
     }
 
     /// Ends the group from outside of a call, for all its members.
-    pub(crate) fn abandon(&self, error: &Error) -> Error {
+    pub fn abandon(&self, error: &Error) -> Error {
         self.0.fail(error.clone(), &|| "an exchange of gradients".to_owned())
     }
 
@@ -249,7 +259,7 @@ impl Group {
 
     /// Tells all members what this rank knows to have ended the group, if anything.
     pub(crate) fn pass_on(&self) {
-        if let Err(story) = self.0.mesh.roster().verdict(self.0.id, &self.0.ranks, Vec::new) {
+        if let Err(story) = self.verdict() {
             self.0.mesh.poison(self.0.id, &self.0.ranks, &story);
         }
     }

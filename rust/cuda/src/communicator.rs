@@ -40,7 +40,12 @@ pub struct Communicator {
     /// None when it is closed or aborted. Held during every call of NCCL's on it: it is not to be freed meanwhile.
     raw: Mutex<Handle>,
     story: Arc<Story>,
+    /// Says what else would end it.
+    alarm: Alarm,
 }
+
+/// An error, where something has happened.
+pub type Alarm = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 struct Handle(Option<Raw>);
 
@@ -56,6 +61,19 @@ impl Communicator {
         id: UniqueId,
         limit: Duration,
     ) -> Result<Arc<Self>> {
+        Self::connect_heeding(nccl, device, members, id, limit, Box::new(|| Ok(())))
+    }
+
+    /// The same, and it is ended by what an alarm says, now or later: that a member is gone, which others may know long
+    /// before NCCL does.
+    pub fn connect_heeding(
+        nccl: &Arc<Nccl>,
+        device: &Arc<Device>,
+        members: Members,
+        id: UniqueId,
+        limit: Duration,
+        alarm: Alarm,
+    ) -> Result<Arc<Self>> {
         let (size, me) = (members.ranks.len() as c_int, members.me as c_int);
         let this = Communicator {
             nccl: Arc::clone(nccl),
@@ -64,6 +82,7 @@ impl Communicator {
             limit,
             raw: Mutex::new(Handle(None)),
             story: Arc::default(),
+            alarm,
         };
         this.device.within(|| {
             let (mut raw, mut config) = (std::ptr::null_mut(), Config::patient());
@@ -130,6 +149,9 @@ impl Communicator {
                 );
                 return Err(self.give_up(handle, self.device.fails(Kind::Timeout, &text)));
             }
+            if let Err(error) = (self.alarm)() {
+                return Err(self.give_up(handle, error));
+            }
             std::thread::sleep(pause);
             pause = (pause * 2).min(PAUSES.1);
             code = self.state(handle);
@@ -179,7 +201,10 @@ impl Communicator {
             let mut handle = self.handle();
             match (self.story.told(), self.state(&handle)) {
                 (Some(error), _) => Err(error),
-                (None, SUCCESS | IN_PROGRESS) => Ok(()),
+                (None, SUCCESS | IN_PROGRESS) => match (self.alarm)() {
+                    Ok(()) => Ok(()),
+                    Err(error) => Err(self.give_up(&mut handle, error)),
+                },
                 (None, code) => Err(self.fail(&mut handle, "work under way", code)),
             }
         })

@@ -114,6 +114,17 @@ impl Compressed {
         }
     }
 
+    /// Bytes before and after encoding of what this rank encodes in one all-reduce.
+    pub fn traffic(&self, group: &Group) -> (u64, u64) {
+        if group.layout.hosts.len() == 1 {
+            return (0, 0);
+        }
+        let all = carried(&self.plan, group).chain(self.owned.iter().map(|(at, _)| *at));
+        let of =
+            |at: usize| (self.plan.segments[at].range.len() as u64 * 4, self.plan.segments[at].records.len() as u64);
+        all.map(of).fold((0, 0), |sum, it| (sum.0 + it.0, sum.1 + it.1))
+    }
+
     fn salt(&self, stream: u64, author: u64, residual: Address, odd: Address) -> Salted {
         let numbers = self.numbers.as_ref().map_or(0, Piece::address);
         Salted { residual, numbers, stream: mix(stream, author), odd }

@@ -3,7 +3,7 @@
 
 use offbeat_core::buffer::Buffer;
 use offbeat_core::dtype::DType;
-use offbeat_core::graph::Graph;
+use offbeat_core::graph::{Graph, Mix, Term};
 use offbeat_core::{Error, Result};
 
 use crate::collective::{Group, HostSum, Table, carried, pass_on};
@@ -14,7 +14,8 @@ use crate::stream::Address;
 
 /// Gossip, built for one bucket.
 pub struct Gossip {
-    graph: Graph,
+    /// None: with nobody but the ranks of my host.
+    graph: Option<Graph>,
     dtype: DType,
     plan: Plan,
     host_sum: Option<HostSum>,
@@ -34,6 +35,15 @@ impl Gossip {
                 group.layout.hosts.len()
             )));
         }
+        Self::with(group, Some(graph), count, dtype)
+    }
+
+    /// Builds the mean over the ranks of each host.
+    pub fn inside(group: &Group, count: usize, dtype: DType) -> Result<Self> {
+        Self::with(group, None, count, dtype)
+    }
+
+    fn with(group: &Group, graph: Option<Graph>, count: usize, dtype: DType) -> Result<Self> {
         let plan = Plan::plain(&group.layout, count);
         let (places, len) = places(carried(&plan, group).map(|at| (at, plan.segments[at].range.len())));
         let mine = group.upload_tiles(&plan.placed(&places))?;
@@ -51,7 +61,10 @@ impl Gossip {
         group.check(buffer)?;
         let (host, members) = group.host();
         let masses: Vec<u32> = group.layout.hosts.iter().map(|members| members.len() as u32).collect();
-        let blend = self.graph.mix(&masses, host, step);
+        let blend = match &self.graph {
+            Some(graph) => graph.mix(&masses, host, step),
+            None => alone(host, masses[host]),
+        };
         if blend.terms.len() == 1 && members.len() == 1 {
             return Ok(());
         }
@@ -105,4 +118,10 @@ impl Gossip {
             Ok(())
         })
     }
+}
+
+/// The mean over the ranks of one host.
+fn alone(host: usize, ranks: u32) -> Mix {
+    let term = Term { node: host, factor: 1.0 / f64::from(ranks), mass: u64::from(ranks) };
+    Mix { terms: vec![term], divisor: Some(ranks) }
 }

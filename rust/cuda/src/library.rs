@@ -16,7 +16,7 @@ use offbeat_core::{Error, Result};
 const OLDEST: i32 = 12_000;
 
 /// The functions of the driver that this crate calls.
-const FUNCTIONS: [&str; 32] = [
+const FUNCTIONS: [&str; 35] = [
     "cuCtxGetCurrent",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
@@ -38,7 +38,10 @@ const FUNCTIONS: [&str; 32] = [
     "cuMemAllocAsync",
     "cuMemAlloc_v2",
     "cuMemFreeAsync",
+    "cuMemFreeHost",
     "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemHostGetDevicePointer_v2",
     "cuMemcpyDtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
     "cuMemcpyHtoDAsync_v2",

@@ -5,6 +5,7 @@
 
 use std::any::Any;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use offbeat_core::buffer::Buffer;
@@ -86,17 +87,34 @@ impl Event for Done {
 pub struct Lane {
     group: Group,
     watch: Arc<Watch>,
+    /// How long work may take, in nanoseconds.
+    limit: AtomicU64,
 }
 
 impl Lane {
     /// A queue for a group.
     pub fn new(group: Group, watch: &Arc<Watch>) -> Self {
-        Lane { group, watch: Arc::clone(watch) }
+        let limit = AtomicU64::new(group.limit.as_nanos() as u64);
+        Lane { group, watch: Arc::clone(watch), limit }
+    }
+
+    /// From now on work may take this long, and not what the group says.
+    pub fn set_limit(&self, limit: Duration) {
+        self.limit.store(limit.as_nanos() as u64, Ordering::Relaxed);
     }
 
     /// The group, for building what work needs.
     pub fn group(&self) -> &Group {
         &self.group
+    }
+
+    /// Waits on the host until all work is done; what takes longer is given up. For the end of things.
+    pub fn drain(&self, limit: Duration) -> Result<()> {
+        let Group { communicator, stream, .. } = &self.group;
+        if let Err(error) = stream.mark()?.wait(Some(limit), None) {
+            communicator.abort(error);
+        }
+        stream.drain()
     }
 
     fn run(&self, work: &Work) -> Result<()> {
@@ -113,30 +131,43 @@ impl Lane {
     }
 }
 
+impl Lane {
+    /// Enqueues some work in order; it begins when all of `after` has happened. The event is its end.
+    pub fn enqueue_all(&self, works: &[Work], after: &[Arc<dyn Event>]) -> Result<Done> {
+        let Group { communicator, stream, .. } = &self.group;
+        let limit = Duration::from_nanos(self.limit.load(Ordering::Relaxed));
+        if let Some(error) = communicator.story().told() {
+            return Err(error);
+        }
+        works.iter().try_for_each(|work| self.group.check(work.buffer))?;
+        for after in after {
+            match after.as_any().and_then(<dyn Any>::downcast_ref::<Mark>) {
+                Some(mark) => stream.wait(mark)?,
+                // work of a CPU: somebody has to wait for it
+                None => after.wait(Some(limit), None)?,
+            }
+        }
+        for work in works {
+            self.run(work).map_err(|mut error| {
+                error.message = format!("{}: {}", work.what, error.message);
+                // half of it may be under way, and others wait for the rest
+                communicator.abort(error.clone());
+                error
+            })?;
+        }
+        let mark = Arc::new(stream.mark()?.told_by(communicator.story()));
+        if let Some(last) = works.last() {
+            self.watch.over(&mark, communicator, &last.what, limit);
+        }
+        Ok(Done(mark))
+    }
+}
+
 impl Queue for Lane {
     type Work = Work;
     type Event = Done;
 
     fn enqueue(&self, work: Work, after: Option<Arc<dyn Event>>) -> Result<Done> {
-        let Group { communicator, stream, limit, .. } = &self.group;
-        if let Some(error) = communicator.story().told() {
-            return Err(error);
-        }
-        self.group.check(work.buffer)?;
-        match after.as_deref().map(|after| (after, after.as_any().and_then(<dyn Any>::downcast_ref::<Mark>))) {
-            Some((_, Some(mark))) => stream.wait(mark)?,
-            // work of a CPU: somebody has to wait for it
-            Some((after, None)) => after.wait(Some(*limit), None)?,
-            None => {}
-        }
-        self.run(&work).map_err(|mut error| {
-            error.message = format!("{}: {}", work.what, error.message);
-            // half of it may be under way, and others wait for the rest
-            communicator.abort(error.clone());
-            error
-        })?;
-        let mark = Arc::new(stream.mark()?.told_by(communicator.story()));
-        self.watch.over(&mark, communicator, &work.what, *limit);
-        Ok(Done(mark))
+        self.enqueue_all(&[work], after.as_slice())
     }
 }

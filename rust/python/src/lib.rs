@@ -1,6 +1,7 @@
 //! The extension module `offbeat._core`: converts, releases the GIL, maps errors. Decides nothing.
 
 mod background;
+mod carrier;
 mod dlpack;
 mod errors;
 mod function;
@@ -60,6 +61,8 @@ mod _core {
 
     #[pymodule_export]
     use super::background::Background;
+    #[pymodule_export]
+    use super::carrier::Carrier;
     #[pymodule_export]
     use super::group::{Codec, Group, Ticket};
     #[pymodule_export]

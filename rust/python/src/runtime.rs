@@ -1,20 +1,23 @@
 //! The engine as Python sees it.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use offbeat_core::Error;
 use offbeat_core::algorithm::{self, Description, When};
 use offbeat_core::background::Agreed;
 use offbeat_core::bucket::Sizes;
+use offbeat_core::buffer::Place;
 use offbeat_core::config::Config;
 use offbeat_core::engine::Engine;
 use offbeat_core::transport::rendezvous::Store;
 use offbeat_core::transport::trace::{Span, What};
+use offbeat_core::{Error, Result};
+use offbeat_cuda::site::Site;
 use pyo3::prelude::*;
 use pyo3::types::{PyByteArray, PyDict};
 
 use crate::background::{self, Background};
+use crate::carrier::{self, Carrier};
 use crate::errors::{Caught, raise};
 use crate::group::Group;
 use crate::scheduler::{self, Scheduler};
@@ -24,7 +27,29 @@ use crate::{dlpack, logger};
 
 /// One rank's engine: its links, its groups and its shared memory.
 #[pyclass(frozen, module = "offbeat._core")]
-pub(crate) struct Runtime(Engine);
+pub(crate) struct Runtime {
+    engine: Engine,
+    /// What this rank has of CUDA, once a model has asked for it.
+    site: Mutex<Option<Arc<Site>>>,
+    first_step_timeout: Duration,
+}
+
+impl Runtime {
+    fn site(&self) -> std::sync::MutexGuard<'_, Option<Arc<Site>>> {
+        self.site.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The device, opened if it is not yet.
+    fn open(&self, device: u32) -> Result<Arc<Site>> {
+        let mut site = self.site();
+        if let Some(open) = site.as_ref().filter(|open| open.device() == device) {
+            return Ok(Arc::clone(open));
+        }
+        let opened = Site::open(device, (self.engine.rank(), self.engine.host()), None)?;
+        *site = Some(Arc::clone(&opened));
+        Ok(opened)
+    }
+}
 
 /// Bytes of ranks.
 type ByRank<'py> = Vec<(u32, Bound<'py, PyByteArray>)>;
@@ -61,7 +86,8 @@ impl Runtime {
         config.options.connect_timeout = seconds("connect_timeout", connect_timeout)?;
         config.timeout = seconds("timeout", timeout)?;
         config.options.timeout = config.timeout;
-        config.first_step_timeout = seconds("first_step_timeout", first_step_timeout)?;
+        let first_step_timeout = seconds("first_step_timeout", first_step_timeout)?;
+        config.first_step_timeout = first_step_timeout;
         config.options.token = token;
         config.options.interface = interface.unwrap_or_default();
         config.options.reach = reach;
@@ -71,51 +97,71 @@ impl Runtime {
             let store = store.as_ref().map(|store| store as &dyn Store);
             Engine::connect(config, store, rank, world_size, Some(&|| caught.check_signals()))
         };
-        py.detach(connect).map(Runtime).map_err(|error| caught.raise(error))
+        let engine = py.detach(connect).map_err(|error| caught.raise(error))?;
+        Ok(Runtime { engine, site: Mutex::default(), first_step_timeout })
     }
 
     #[getter]
     fn rank(&self) -> u32 {
-        self.0.rank()
+        self.engine.rank()
     }
 
     #[getter]
     fn world_size(&self) -> u32 {
-        self.0.world_size()
+        self.engine.world_size()
     }
 
     #[getter]
     fn local_rank(&self) -> usize {
-        self.0.local_ranks().iter().position(|rank| *rank == self.0.rank()).unwrap_or_default()
+        self.engine.local_ranks().iter().position(|rank| *rank == self.engine.rank()).unwrap_or_default()
     }
 
     #[getter]
     fn local_size(&self) -> usize {
-        self.0.local_ranks().len()
+        self.engine.local_ranks().len()
     }
 
     #[getter]
     fn host(&self) -> &str {
-        self.0.host()
+        self.engine.host()
     }
 
     fn world(&self) -> Group {
-        Group(self.0.world().clone())
+        Group(self.engine.world().clone())
     }
 
     fn group(&self, py: Python<'_>, ranks: Vec<u32>) -> PyResult<Group> {
         let caught = Caught::default();
-        py.detach(|| self.0.group(&ranks, Some(&|| caught.check_signals()))).map(Group).map_err(|e| caught.raise(e))
+        py.detach(|| self.engine.group(&ranks, Some(&|| caught.check_signals())))
+            .map(Group)
+            .map_err(|e| caught.raise(e))
     }
 
-    #[pyo3(signature = (*, flat))]
-    fn lanes(&self, py: Python<'_>, flat: bool) -> PyResult<Vec<Group>> {
+    #[pyo3(signature = (*, flat, one=false))]
+    fn lanes(&self, py: Python<'_>, flat: bool, one: bool) -> PyResult<Vec<Group>> {
         let caught = Caught::default();
-        let lanes = py.detach(|| self.0.lanes(flat, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))?;
+        let interrupt = || caught.check_signals();
+        let lanes = py.detach(|| match one {
+            true => self.engine.lane(flat, Some(&interrupt)).map(|lane| vec![lane]),
+            false => self.engine.lanes(flat, Some(&interrupt)),
+        });
+        let lanes = lanes.map_err(|error| caught.raise(error))?;
         Ok(lanes.into_iter().map(Group).collect())
     }
 
-    #[pyo3(signature = (lanes, model, tensors, *, what, when, every, warmup, first, steps, bucket_bytes))]
+    /// Connects the device of every member's parameters; `allocate(elements, dtype, stream)` gives memory
+    /// for buckets, all zero.
+    fn carrier(&self, py: Python<'_>, group: &Group, device: u32, allocate: Py<PyAny>) -> PyResult<Carrier> {
+        let caught = Caught::default();
+        let connected = py.detach(|| {
+            let limit = self.first_step_timeout;
+            let interrupt = || caught.check_signals();
+            carrier::connect(self.open(device), &group.0, self.engine.rank(), allocate, limit, Some(&interrupt))
+        });
+        connected.map_err(|error| caught.raise(error))
+    }
+
+    #[pyo3(signature = (lanes, model, tensors, *, what, when, every, warmup, first, steps, bucket_bytes, carrier=None))]
     #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn scheduler(
         &self,
@@ -129,14 +175,19 @@ impl Runtime {
         first: Vec<(String, Bound<'_, PyDict>)>,
         steps: Vec<(String, Bound<'_, PyDict>)>,
         bucket_bytes: usize,
+        carrier: Option<PyRef<'_, Carrier>>,
     ) -> PyResult<Scheduler> {
-        let tensors = tensors.into_iter().map(scheduler::tensor).collect::<PyResult<Vec<_>>>()?;
-        let (first, steps) = (scheduler::steps(first, self.0.rank())?, scheduler::steps(steps, self.0.rank())?);
+        let place = carrier.as_ref().map_or(Place::Host, |carrier| Place::Cuda(carrier.device));
+        let tensor = |tensor| scheduler::tensor(tensor, place);
+        let tensors = tensors.into_iter().map(tensor).collect::<PyResult<Vec<_>>>()?;
+        let (first, steps) =
+            (scheduler::steps(first, self.engine.rank())?, scheduler::steps(steps, self.engine.rank())?);
         let (what, when) = (algorithm::What::from_name(what).map_err(raise)?, When::from_name(when).map_err(raise)?);
         let description = Description { what, when, every, warmup, first, steps };
         let sizes = Sizes::new(bucket_bytes).map_err(raise)?;
         let lanes = lanes.iter().map(|group| group.0.clone()).collect();
-        self.0.scheduler(lanes, model, tensors, description, sizes).map(Scheduler).map_err(raise)
+        let carrier = carrier.map(|carrier| Arc::clone(&carrier.inner) as Arc<dyn algorithm::Carrier>);
+        self.engine.scheduler_on(carrier, lanes, model, tensors, description, sizes).map(Scheduler).map_err(raise)
     }
 
     #[pyo3(signature = (group, counts, method, arguments, *, period))]
@@ -149,15 +200,15 @@ impl Runtime {
         period: f64,
     ) -> PyResult<Background> {
         let description = background::description(method, arguments, period)?;
-        self.0.background(&group.0, &counts, description).map(Background).map_err(raise)
+        self.engine.background(&group.0, &counts, description).map(Background).map_err(raise)
     }
 
     fn convene(&self, py: Python<'_>) {
-        py.detach(|| self.0.convene());
+        py.detach(|| self.engine.convene());
     }
 
     fn settled(&self, py: Python<'_>) {
-        py.detach(|| self.0.settled());
+        py.detach(|| self.engine.settled());
     }
 
     /// What the ranks that are there have handed in, by rank; None if one of them has the result of the call that failed.
@@ -172,7 +223,7 @@ impl Runtime {
         // SAFETY: the tensor is contiguous and the caller's until this returns.
         let value = unsafe { std::slice::from_raw_parts(value.start.cast_const(), value.bytes()) };
         let caught = Caught::default();
-        let gather = || self.0.gather_living(value, patient, Some(&|| caught.check_signals()));
+        let gather = || self.engine.gather_living(value, patient, Some(&|| caught.check_signals()));
         Ok(match py.detach(gather).map_err(|error| caught.raise(error))? {
             Agreed::Settled => None,
             Agreed::Values(values) => {
@@ -183,29 +234,29 @@ impl Runtime {
 
     fn close_group(&self, py: Python<'_>, group: &Group) -> PyResult<()> {
         let caught = Caught::default();
-        py.detach(|| self.0.close_group(&group.0, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
+        py.detach(|| self.engine.close_group(&group.0, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
     }
 
     fn shared_empty(&self, py: Python<'_>, nbytes: usize) -> PyResult<Py<PyAny>> {
-        dlpack::shared(py, self.0.shared(nbytes).map_err(raise)?)
+        dlpack::shared(py, self.engine.shared(nbytes).map_err(raise)?)
     }
 
     fn send(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, dst: u32, tag: u64) -> PyResult<()> {
         let block = view(tensor)?;
         let caught = Caught::default();
-        py.detach(|| self.0.send(&block, dst, tag, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
+        py.detach(|| self.engine.send(&block, dst, tag, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
     }
 
     fn recv(&self, py: Python<'_>, tensor: &Bound<'_, PyAny>, src: u32, tag: u64) -> PyResult<()> {
         let block = view(tensor)?;
         let caught = Caught::default();
-        py.detach(|| self.0.recv(&block, src, tag, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
+        py.detach(|| self.engine.recv(&block, src, tag, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
     }
 
     fn links<'py>(&self, py: Python<'py>) -> PyResult<Vec<Bound<'py, PyDict>>> {
         let mut links = Vec::new();
-        self.0.each_link(|rank, link| {
-            let (host, pid) = self.0.who(rank);
+        self.engine.each_link(|rank, link| {
+            let (host, pid) = self.engine.who(rank);
             let row = || {
                 let row = PyDict::new(py);
                 row.set_item("rank", rank)?;
@@ -226,7 +277,7 @@ impl Runtime {
     /// (rank, kind, bytes sent, bytes received) of each link.
     fn traffic(&self) -> Vec<(u32, &'static str, u64, u64)> {
         let mut rows = Vec::new();
-        self.0.each_link(|rank, link| {
+        self.engine.each_link(|rank, link| {
             let (sent, received) = link.traffic();
             rows.push((rank, link.kind.name(), sent, received));
         });
@@ -235,16 +286,16 @@ impl Runtime {
 
     /// (kind, bucket or peer, model, step, begin, end, bytes) of each span that is kept.
     fn trace(&self) -> Vec<(&'static str, u32, u32, u64, u64, u64, u64)> {
-        let spans = self.0.trace().spans();
+        let spans = self.engine.trace().spans();
         spans.iter().map(|s| (s.what.name(), s.what.id(), s.model, s.step, s.begin, s.end, s.bytes)).collect()
     }
 
     fn trace_dropped(&self) -> u64 {
-        self.0.trace().dropped()
+        self.engine.trace().dropped()
     }
 
     fn trace_clear(&self) {
-        self.0.trace().clear();
+        self.engine.trace().clear();
     }
 
     #[pyo3(signature = (kind, model, step, begin, end, *, of=0, nbytes=0))]
@@ -252,15 +303,18 @@ impl Runtime {
     fn mark(&self, kind: &str, model: u32, step: u64, begin: u64, end: u64, of: u32, nbytes: u64) -> PyResult<()> {
         let what = What::from_name(kind, of)
             .ok_or_else(|| raise(Error::invalid(format!("kind={kind:?}; try: forward, backward or wait"))))?;
-        self.0.trace().record(Span { what, model, step, begin, end, bytes: nbytes });
+        self.engine.trace().record(Span { what, model, step, begin, end, bytes: nbytes });
         Ok(())
     }
 
     fn fail(&self, cause: &str) {
-        self.0.fail(cause);
+        self.engine.fail(cause);
     }
 
     fn shutdown(&self, py: Python<'_>, reason: &str) {
-        py.detach(|| self.0.shutdown(reason));
+        py.detach(|| {
+            self.engine.shutdown(reason);
+            drop(self.site().take());
+        });
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use offbeat_core::algorithm::{Keeper, Saved, Step};
+use offbeat_core::algorithm::{Keeper, Lent, Saved, Step, Storage};
 use offbeat_core::bucket::{Sizes, Tensor};
 use offbeat_core::buffer::Place;
 use offbeat_core::dtype::{DType, Op};
@@ -11,20 +11,20 @@ use offbeat_core::{Error, scheduler};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::dlpack;
 use crate::errors::{Caught, raise};
 use crate::function::Function;
 use crate::group::{Codec, Group};
 use crate::tensor::view;
+use crate::{carrier, dlpack};
 
 /// The scheduler of a model.
 #[pyclass(frozen, module = "offbeat._core")]
 pub(crate) struct Scheduler(pub(crate) scheduler::Scheduler);
 
 /// (name, elements, rows, dtype) of a tensor.
-pub(crate) fn tensor((name, count, rows, dtype): (String, usize, usize, String)) -> PyResult<Tensor> {
+pub(crate) fn tensor((name, count, rows, dtype): (String, usize, usize, String), place: Place) -> PyResult<Tensor> {
     match DType::from_name(&dtype).filter(|dtype| dtype.is_float()) {
-        Some(dtype) => Ok(Tensor { name, count, rows, dtype, place: Place::Host }),
+        Some(dtype) => Ok(Tensor { name, count, rows, dtype, place }),
         None => Err(raise(Error::unsupported(format!(
             "parameter {name} is {dtype}, whose gradients cannot be summed; try: float32, float64, float16 or bfloat16"
         )))),
@@ -90,8 +90,16 @@ pub(crate) fn floats(tensor: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
     Ok(unsafe { std::slice::from_raw_parts(buffer.start.cast::<f32>(), buffer.count) }.to_vec())
 }
 
-/// A DLPack capsule, and (tensor, first element) of what lies in it.
+/// A DLPack capsule or the tensor that was lent, and (tensor, first element) of what lies in it.
 type BucketView = (Py<PyAny>, Vec<(usize, usize)>);
+
+/// The tensor behind a bucket on a device.
+fn lent(py: Python<'_>, memory: &dyn Lent) -> PyResult<Py<PyAny>> {
+    match memory.as_any().downcast_ref::<carrier::Tensor>() {
+        Some(tensor) => Ok(tensor.object.clone_ref(py)),
+        None => Err(raise(Error::unsupported("a bucket whose memory is not torch's; try: report this"))),
+    }
+}
 
 #[pymethods]
 impl Scheduler {
@@ -101,9 +109,13 @@ impl Scheduler {
     }
 
     fn buckets(&self, py: Python<'_>) -> PyResult<Vec<BucketView>> {
-        let view = |(bucket, memory): (offbeat_core::bucket::Bucket, _)| {
+        let view = |(bucket, memory): (offbeat_core::bucket::Bucket, Storage)| {
             let slots = bucket.slots.iter().map(|slot| (slot.tensor, slot.offset)).collect();
-            Ok((dlpack::bucket(py, memory, bucket.dtype, bucket.count)?, slots))
+            let memory = match memory {
+                Storage::Shared(memory) => dlpack::bucket(py, memory, bucket.dtype, bucket.count)?,
+                Storage::Lent(memory) => lent(py, &*memory)?,
+            };
+            Ok((memory, slots))
         };
         self.0.buckets().into_iter().map(view).collect()
     }
@@ -113,14 +125,14 @@ impl Scheduler {
         self.0.arrive(tensor).map_err(raise)
     }
 
-    #[pyo3(signature = (tensors, /))]
-    fn mark_ready(&self, tensors: Vec<usize>) -> PyResult<()> {
-        tensors.into_iter().try_for_each(|tensor| self.0.mark_ready(tensor)).map_err(raise)
+    #[pyo3(signature = (tensors, stream=0, /))]
+    fn mark_ready(&self, tensors: Vec<usize>, stream: u64) -> PyResult<()> {
+        tensors.into_iter().try_for_each(|tensor| self.0.mark_ready_on(tensor, stream)).map_err(raise)
     }
 
-    #[pyo3(signature = (tensor, /))]
-    fn mark_absent(&self, tensor: usize) -> PyResult<()> {
-        self.0.mark_absent(tensor).map_err(raise)
+    #[pyo3(signature = (tensor, stream=0, /))]
+    fn mark_absent(&self, tensor: usize, stream: u64) -> PyResult<()> {
+        self.0.mark_absent_on(tensor, stream).map_err(raise)
     }
 
     fn missing(&self) -> Vec<usize> {
@@ -131,9 +143,10 @@ impl Scheduler {
         self.0.has_begun()
     }
 
-    fn finish(&self, py: Python<'_>) -> PyResult<Vec<usize>> {
+    #[pyo3(signature = (stream=0, /))]
+    fn finish(&self, py: Python<'_>, stream: u64) -> PyResult<Vec<usize>> {
         let caught = Caught::default();
-        py.detach(|| self.0.finish(Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
+        py.detach(|| self.0.finish_on(stream, Some(&|| caught.check_signals()))).map_err(|e| caught.raise(e))
     }
 
     /// Takes the weights that lie in the buckets as where anchors and copies begin.
@@ -177,7 +190,7 @@ impl Scheduler {
     /// (name, whether all ranks have the same, DLPack capsule) of what steps keep of a tensor.
     fn saved(&self, py: Python<'_>, tensor: usize) -> PyResult<Vec<(String, bool, Py<PyAny>)>> {
         let describe = |saved: Saved| Ok((saved.name, saved.keeper == Keeper::All, dlpack::floats(py, &saved.values)?));
-        self.0.saved(tensor).into_iter().map(describe).collect()
+        self.0.saved(tensor).map_err(raise)?.into_iter().map(describe).collect()
     }
 
     fn restore(&self, tensor: usize, name: &str, values: &Bound<'_, PyAny>) -> PyResult<()> {

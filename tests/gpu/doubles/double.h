@@ -23,6 +23,8 @@ long fakecuda_alive(void);
 void *fakecuda_host(uint64_t address, size_t bytes);
 int fakecuda_push(void *stream, void (*work)(void *), void *argument);
 void fakecuda_waiting(int is);
+// Waits for a stream, for whoever stands in for torch; it is not counted.
+void fakecuda_drain(void *stream);
 
 long fakenccl_count(const char *what);
 long fakenccl_alive(void);

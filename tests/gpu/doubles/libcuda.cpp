@@ -269,6 +269,20 @@ API cuMemFree_v2(uint64_t address) {
     for (Stream *stream : all) stream->drain();
     return release(address);
 }
+// Memory of the host that the device reaches under an address of its own.
+API cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
+    BEGIN(true);
+    uint64_t address = 0;
+    const int code = allocate(&address, bytes);
+    *memory = code ? nullptr : host(address);
+    return code;
+}
+API cuMemFreeHost(void *memory) { BEGIN(true); return release((uint64_t)memory + ELSEWHERE); }
+API cuMemHostGetDevicePointer_v2(uint64_t *address, void *memory, unsigned) {
+    BEGIN(true);
+    *address = (uint64_t)memory + ELSEWHERE;
+    return is_ours(*address, 1) ? OK : INVALID_VALUE;
+}
 API cuMemAllocAsync(uint64_t *address, size_t bytes, void *handle) { BEGIN(true); STREAM; return allocate(address, bytes); }
 API cuMemFreeAsync(uint64_t address, void *handle) {
     BEGIN(true);
@@ -389,4 +403,5 @@ int fakecuda_push(void *handle, void (*work)(void *), void *argument) {
     stream->push([=] { work(argument); });
     return OK;
 }
+void fakecuda_drain(void *handle) { if (Stream *stream = find(handle)) stream->drain(); }
 void fakecuda_waiting(int is) { Stream::set_waiting(is); }

@@ -1,5 +1,6 @@
 """The kernels for GPUs, checked without one: docs/kernels.md tells what each check finds."""
 
+import os
 import platform
 import re
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu import codec_jobs, golden, mutants, reference, shim, top_k_jobs, traffic
+from gpu import building, codec_jobs, golden, mutants, reference, shim, top_k_jobs, traffic
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import canonical
 from gpu.ptx import Module
@@ -197,3 +198,24 @@ def test_faulty_ptx_is_refused(tmp_path, name):
     job = codec_jobs.codec_job("float16", "f32")
     assert job.faults(Module(text).run(job)) != []
     assert np.isfinite(golden.values("ordinary")).all()
+
+
+@can_build
+@slow_to_build
+def test_the_check_for_hardware_runs_on_the_doubles():
+    """`make gpu-check` as far as it goes without torch's own GPU: all golden vectors by the driver, and times."""
+    doubles = building.build()
+    env = {"FAKECUDA_KERNELS": str(doubles / "kernels.so"), "FAKECUDA_REPORT": "1", "OFFBEAT_NCCL": "nowhere"}
+    command = [sys.executable, "-m", "benches.gpu_check", "--only-kernels", "--elements", "65536"]
+    command += ["--library", str(doubles / "libcuda.so.1")]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"golden vectors: \d{3,} launches, 0 wrong", done.stdout), done.stdout
+    assert done.stdout.count("\n| `") > 87, done.stdout
+    assert "leaked memory=0 streams=0 events=0 modules=0 contexts=0" in done.stderr, done.stderr
+
+
+def test_the_check_for_hardware_says_where_there_is_none():
+    done = subprocess.run([sys.executable, "-m", "benches.gpu_check"], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.count("\n")) == (2, 1), done
+    assert done.stdout.startswith("gpu-check: no GPU that torch can use here"), done

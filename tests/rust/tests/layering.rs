@@ -134,10 +134,17 @@ const CUDA: &[(&str, &[&str])] = &[
     ("compressed", &["collective", "kernels", "memory", "plan", "stream"]),
     ("gossip", &["collective", "kernels", "memory", "plan", "stream"]),
     ("queue", &["collective", "compressed", "gossip", "stream", "watch"]),
+    ("pinned", &["device", "stream"]),
+    ("carrier", &["compressed", "gossip", "memory", "pinned", "queue", "stream"]),
+    (
+        "site",
+        &["carrier", "collective", "communicator", "device", "kernels", "memory", "nccl", "queue", "stream", "watch"],
+    ),
 ];
 
-/// What CUDA may know of core: values, traits and pure functions; no engine, no group, no mesh.
-const CUDA_TO_CORE: &[&str] = &["buffer", "codec", "coding", "dtype", "event", "graph", "topology"];
+/// What CUDA may know of core: values, traits and pure functions; no engine, no scheduler, no group, no mesh.
+const CUDA_TO_CORE: &[&str] =
+    &["algorithm", "bucket", "buffer", "codec", "coding", "dtype", "event", "graph", "topology"];
 
 const LONGEST_FILE: usize = 600;
 

@@ -160,7 +160,7 @@ fn what_is_lost_is_kept_to_be_sent_later() {
                     let results = round(rank, &scheduler, number);
                     sums.iter_mut().flatten().zip(results.iter().flatten()).for_each(|(sum, value)| *sum += value);
                 }
-                (sums, (0..SHAPES.len()).map(|tensor| scheduler.saved(tensor)).collect::<Vec<_>>())
+                (sums, (0..SHAPES.len()).map(|tensor| scheduler.saved(tensor).unwrap()).collect::<Vec<_>>())
             });
             let (sums, saved): (Vec<_>, Vec<_>) = ended.into_iter().unzip();
             assert!(sums.iter().all(|other| bits(other) == bits(&sums[0])), "{name}: replicas differ on {layout:?}");
@@ -227,7 +227,7 @@ fn the_largest_elements_are_sent_and_the_others_kept() {
         let results = round_of(&scheduler, |_, at| at as f32);
         let wanted: Vec<f32> = (0..240).map(|at| if at < 216 { 0.0 } else { at as f32 }).collect();
         assert_eq!(results[0], wanted);
-        let saved = scheduler.saved(0);
+        let saved = scheduler.saved(0).unwrap();
         assert_eq!((saved.len(), saved[0].name.as_str(), saved[0].keeper), (1, "0.left", Keeper::Each));
         let left: Vec<f32> = (0..240).map(|at| if at < 216 { at as f32 } else { 0.0 }).collect();
         assert_eq!(saved[0].values, left);
@@ -273,7 +273,7 @@ fn states_move_when_buckets_change() {
                     scheduler.rebucket(&order, &vec![false; order.len()], sizes, None).unwrap();
                 }
                 results.push(bits(&round(rank, &scheduler, 7)));
-                (results, (0..SHAPES.len()).map(|tensor| scheduler.saved(tensor)).collect::<Vec<_>>())
+                (results, (0..SHAPES.len()).map(|tensor| scheduler.saved(tensor).unwrap()).collect::<Vec<_>>())
             };
             assert!(run([1, 1, 1]) == run([1 << 20, 3000, 700]), "{} depends on buckets", steps[0].name());
         });

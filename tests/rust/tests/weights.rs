@@ -84,7 +84,7 @@ fn move_on(scheduler: &Scheduler, rank: usize, step: u64) {
 
 fn kept(scheduler: &Scheduler, name: &str) -> Vec<u32> {
     let of = |tensor| {
-        let saved = scheduler.saved(tensor);
+        let saved = scheduler.saved(tensor).unwrap();
         let entry = saved.iter().find(|saved| saved.name.ends_with(name)).unwrap();
         entry.values.iter().map(|value| value.to_bits()).collect::<Vec<_>>()
     };

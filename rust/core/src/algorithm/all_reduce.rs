@@ -69,7 +69,7 @@ impl AllReduce {
 }
 
 /// A number for each block of a bucket: which tensor it is of, and where in it. It does not depend on the bucket.
-pub(super) fn numbers(bucket: &Bucket, tensors: &[Tensor], block: usize) -> Arc<[u64]> {
+pub fn numbers(bucket: &Bucket, tensors: &[Tensor], block: usize) -> Arc<[u64]> {
     let mut numbers = vec![0; bucket.count.div_ceil(block)];
     for slot in &bucket.slots {
         let tensor = &tensors[slot.tensor];

@@ -33,7 +33,7 @@ pub struct Saved {
 }
 
 /// The elements of each slot of a bucket.
-pub(super) fn spans(bucket: &Bucket, tensors: &[Tensor]) -> Vec<Range<usize>> {
+pub fn spans(bucket: &Bucket, tensors: &[Tensor]) -> Vec<Range<usize>> {
     bucket.slots.iter().map(|slot| slot.offset..slot.offset + tensors[slot.tensor].count).collect()
 }
 

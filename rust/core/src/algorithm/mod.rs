@@ -7,6 +7,7 @@
 
 mod all_reduce;
 mod apply;
+mod carrier;
 mod low_rank;
 mod memory;
 mod momentum;
@@ -16,8 +17,10 @@ mod replicas;
 mod select;
 mod step;
 
+pub use all_reduce::numbers;
 pub use apply::{Function, Room};
-pub use memory::{Keeper, Saved};
+pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
+pub use memory::{Keeper, Saved, spans};
 pub use pipeline::{Pipeline, Round};
 pub use step::Step;
 

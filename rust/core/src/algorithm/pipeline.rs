@@ -3,12 +3,11 @@
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use offbeat_transport::shm::arena::Piece;
-
 use super::all_reduce::AllReduce;
 use super::apply::Apply;
+use super::carrier::{Carried, Carrier, Storage, Trip};
 use super::low_rank::LowRank;
-use super::memory::{Memory, Saved};
+use super::memory::{Keeper, Memory, Saved, spans};
 use super::momentum::Momentum;
 use super::outer::{Difference, Outer};
 use super::replicas::Replicas;
@@ -19,7 +18,7 @@ use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
 use crate::coding::Tally;
 use crate::dtype::{DType, Op};
-use crate::event::Output;
+use crate::event::{Event, Output};
 use crate::graph::Graph;
 use crate::group::{Group, Terms, Work};
 use crate::{Error, Result, reduce};
@@ -32,6 +31,8 @@ pub struct Round<'a> {
     pub group: &'a Group,
     /// On which terms.
     pub terms: &'a Terms<'a>,
+    /// What must have happened before, where the bucket is on a device.
+    pub after: &'a [Arc<dyn Event>],
     /// Its number.
     pub step: u64,
     /// What is counted.
@@ -83,16 +84,22 @@ pub struct Pipeline {
     stages: Vec<Stage>,
     /// How many are of the warm-up.
     first: usize,
+    /// Where the bucket is on a device: what does the same there, in the warm-up and after it.
+    carried: Option<[Box<dyn Carried>; 2]>,
+    /// The elements of each slot, for these.
+    places: Vec<Range<usize>>,
 }
 
 impl Pipeline {
-    /// Builds what a description says for a bucket of some tensors, which lies in `memory`.
+    /// Builds what a description says for a bucket of some tensors, which lies in `memory`. Where that is not the host's,
+    /// `carrier` carries the steps.
     pub fn build(
         description: &Description,
         bucket: &Bucket,
         tensors: &[Tensor],
-        memory: &Arc<Piece>,
+        memory: &Storage,
         group: &Group,
+        carrier: Option<&dyn Carrier>,
     ) -> Result<Self> {
         let Description { what, when, every, warmup, first, steps } = description;
         // gradients stay where they are where weights are exchanged instead
@@ -115,7 +122,13 @@ impl Pipeline {
                 step.name()
             )));
         }
-        let mut pipeline = Pipeline { warmup: *warmup, stages: Vec::new(), first: first.len() };
+        let mut pipeline = Pipeline { warmup: *warmup, first: first.len(), ..Pipeline::default() };
+        if let Some(carrier) = carrier {
+            let build = |steps| carrier.build(steps, bucket, tensors);
+            pipeline.carried = Some([build(first)?, build(steps)?]);
+            pipeline.places = spans(bucket, tensors);
+            return Ok(pipeline);
+        }
         for step in first.iter().chain(steps) {
             let stage = pipeline.stage(step, bucket, tensors, memory, group)?;
             pipeline.stages.push(stage);
@@ -128,7 +141,7 @@ impl Pipeline {
         step: &Step,
         bucket: &Bucket,
         tensors: &[Tensor],
-        memory: &Arc<Piece>,
+        memory: &Storage,
         group: &Group,
     ) -> Result<Stage> {
         if !matches!(step, Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. }) {
@@ -179,6 +192,9 @@ impl Pipeline {
             Step::Apply { function, states } => {
                 let arena = group.mesh().arena();
                 let allocate = |bytes: usize| arena.allocate(bytes.max(1));
+                let Storage::Shared(memory) = memory else {
+                    return Err(Error::unsupported("functions of your own take buckets of the host only"));
+                };
                 let (stage, memories) = Apply::build(function, states, bucket, tensors, memory, allocate)?;
                 (Kind::Apply(stage), memories)
             }
@@ -186,10 +202,17 @@ impl Pipeline {
         Ok(Stage { work, memories: Mutex::new(memories) })
     }
 
-    /// Runs all steps on a bucket, on this thread.
-    pub fn run(&self, round: &Round<'_>) -> Result<()> {
+    /// Runs all steps on a bucket, on this thread. On a device they are enqueued, and the event is their end.
+    pub fn run(&self, round: &Round<'_>) -> Result<Option<Arc<dyn Event>>> {
+        if let Some([first, rest]) = &self.carried {
+            let Round { buffer, step, after, tally, .. } = *round;
+            let what = round.terms.purpose.map_or_else(String::new, |purpose| purpose());
+            let carried = if step < self.warmup { first } else { rest };
+            return carried.enqueue(&Trip { buffer, step, what: &what, after, tally }).map(Some);
+        }
         let stages = if round.step < self.warmup { 0..self.first } else { self.first..self.stages.len() };
-        self.stages[stages].iter().try_for_each(|stage| self.run_stage(stage, round))
+        self.stages[stages].iter().try_for_each(|stage| self.run_stage(stage, round))?;
+        Ok(None)
     }
 
     fn run_stage(&self, stage: &Stage, round: &Round<'_>) -> Result<()> {
@@ -237,8 +260,12 @@ impl Pipeline {
     }
 
     /// What steps keep of a slot.
-    pub fn saved(&self, slot: usize) -> Vec<Saved> {
+    pub fn saved(&self, slot: usize) -> Result<Vec<Saved>> {
         let mut saved = Vec::new();
+        for (carried, at, (number, name, keeper)) in self.kept() {
+            let values = carried.read(at, self.places[slot].clone())?;
+            saved.push(Saved { name: format!("{number}.{name}"), keeper, values });
+        }
         for (number, stage) in self.stages.iter().enumerate() {
             saved.extend(stage.memories().iter_mut().map(|memory| Saved {
                 name: format!("{number}.{}", memory.name),
@@ -246,16 +273,33 @@ impl Pipeline {
                 values: memory.slot(slot).to_vec(),
             }));
         }
-        saved
+        Ok(saved)
     }
 
-    /// Takes over what [`Pipeline::saved`] gave. Gives how many numbers there should have been, if not so many.
-    pub fn restore(&self, slot: usize, name: &str, values: &[f32]) -> std::result::Result<(), usize> {
+    /// What carried steps keep: by whom it is read, its place there, and (step, name, keeper).
+    fn kept(&self) -> impl Iterator<Item = (&dyn Carried, usize, (usize, &'static str, Keeper))> {
+        let lists = self.carried.iter().flatten().zip([0, self.first]);
+        lists.flat_map(|(carried, before)| {
+            let kept = carried.kept().into_iter().enumerate();
+            kept.map(move |(at, (step, name, keeper))| (&**carried, at, (before + step, name, keeper)))
+        })
+    }
+
+    /// Takes over what [`Pipeline::saved`] gave. `wrong` is told how many numbers there should have been, if not so many.
+    pub fn restore(&self, slot: usize, name: &str, values: &[f32], wrong: &dyn Fn(usize) -> Error) -> Result<()> {
+        let is_it = |kept: &(usize, &'static str, Keeper)| format!("{}.{}", kept.0, kept.1) == name;
+        for (carried, at, _) in self.kept().filter(|(.., kept)| is_it(kept)) {
+            let place = &self.places[slot];
+            if place.len() != values.len() {
+                return Err(wrong(place.len()));
+            }
+            carried.write(at, place.start, values)?;
+        }
         for (number, stage) in self.stages.iter().enumerate() {
             for memory in stage.memories().iter_mut().filter(|memory| format!("{number}.{}", memory.name) == name) {
                 let room = memory.slot(slot);
                 if room.len() != values.len() {
-                    return Err(room.len());
+                    return Err(wrong(room.len()));
                 }
                 room.copy_from_slice(values);
             }

@@ -12,25 +12,28 @@
 //! In the first round nothing goes out before the end of backward: the order in which gradients become ready is observed,
 //! and [`Scheduler::rebucket`] makes the final buckets of it.
 
+mod afterwards;
+mod agree;
 mod built;
+mod streams;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use offbeat_transport::mesh::Mesh;
-use offbeat_transport::shm::arena::Piece;
 use offbeat_transport::trace::{self, Span, What};
 use offbeat_transport::{Interrupt, SLICE, fork};
 
-use built::Built;
+use afterwards::Afterwards;
+use agree::words;
+use built::{Built, grain};
 
-use crate::algorithm::{self, Description, Round, Saved};
+use crate::algorithm::{self, Carrier, Description, Round, Saved, Storage, Stream};
 use crate::bucket::{Bucket, Plan, Sizes, Tensor};
-use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
 use crate::coding::{Count, Tally};
-use crate::dtype::{DType, Op};
+use crate::dtype::Op;
 use crate::event::{Output, Queue, guarded};
 use crate::group::{Group, Terms, Work};
 use crate::readiness::Marked;
@@ -67,6 +70,8 @@ struct State {
     absent: Vec<usize>,
     /// Blocks that were not finite, up to the last round.
     non_finite: u64,
+    /// On a device: see `afterwards.rs`.
+    afterwards: Afterwards,
     failed: Option<Error>,
     stop: bool,
 }
@@ -86,6 +91,8 @@ struct Shared {
     tensors: Vec<Tensor>,
     description: Description,
     limits: Limits,
+    /// Who carries the steps, where the tensors are on a device.
+    carrier: Option<Arc<dyn Carrier>>,
     /// Replaced between rounds only; whoever reads it holds it for a moment.
     built: RwLock<Arc<Built>>,
     state: Mutex<State>,
@@ -110,18 +117,24 @@ impl Scheduler {
         description: Description,
         sizes: Sizes,
         limits: Limits,
+        carrier: Option<Arc<dyn Carrier>>,
     ) -> Result<Self> {
         if tensors.is_empty() {
             return Err(Error::invalid("there is nothing to train: no tensors; try: a model with parameters"));
         }
+        if carrier.is_some() && lanes.len() > 1 {
+            return Err(Error::invalid("a device exchanges one bucket after the other; try: one lane"));
+        }
         let order: Vec<usize> = (0..tensors.len()).rev().collect();
-        let plan = Plan::new(&tensors, &order, &vec![false; tensors.len()], sizes, description.grain())?;
-        let built = Built::new(plan, &tensors, &description, &lanes[0])?;
+        let grain = grain(&description, &tensors);
+        let plan = Plan::new(&tensors, &order, &vec![false; tensors.len()], sizes, grain)?;
+        let built = Built::new(plan, &tensors, &description, &lanes[0], carrier.as_deref())?;
         let shared = Arc::new(Shared {
             model,
             tensors,
             description,
             limits,
+            carrier,
             built: RwLock::new(Arc::new(built)),
             state: Mutex::new(State { held: true, done: vec![0; lanes.len()], ..State::default() }),
             lanes,
@@ -147,7 +160,7 @@ impl Scheduler {
     }
 
     /// The buckets, and the memory of each.
-    pub fn buckets(&self) -> Vec<(Bucket, Arc<Piece>)> {
+    pub fn buckets(&self) -> Vec<(Bucket, Storage)> {
         let built = self.0.built();
         built.plan.buckets.iter().cloned().zip(built.memory.iter().cloned()).collect()
     }
@@ -161,6 +174,11 @@ impl Scheduler {
 
     /// Says that a tensor's value is in its slot. Called by autograd's threads.
     pub fn mark_ready(&self, tensor: usize) -> Result<()> {
+        self.mark_ready_on(tensor, 0)
+    }
+
+    /// The same, where the bucket is on a device: the value is there when this stream has come so far.
+    pub fn mark_ready_on(&self, tensor: usize, stream: Stream) -> Result<()> {
         self.0.check(tensor)?;
         let built = self.0.built();
         if !built.readiness.is_marked(tensor) {
@@ -169,11 +187,17 @@ impl Scheduler {
             // whoever marks this tensor.
             unsafe { std::ptr::copy_nonoverlapping(dtype.one().as_ptr(), used, dtype.size()) };
         }
+        self.0.note(&built, tensor, stream);
         self.0.marked(&built, built.readiness.mark(tensor), tensor)
     }
 
     /// Says that a tensor has no value in this round: it counts as zero, and as unused.
     pub fn mark_absent(&self, tensor: usize) -> Result<()> {
+        self.mark_absent_on(tensor, 0)
+    }
+
+    /// The same, where the bucket is on a device: the caller has filled the slot with zeros on this stream.
+    pub fn mark_absent_on(&self, tensor: usize, stream: Stream) -> Result<()> {
         let built = self.0.built();
         if tensor >= self.0.tensors.len() || built.readiness.is_marked(tensor) {
             return Err(Error::invalid(format!("tensor {tensor} cannot be absent")));
@@ -181,11 +205,15 @@ impl Scheduler {
         let (used, dtype) = built.used(tensor);
         let (bucket, range) = built.place_of(tensor, self.0.tensors[tensor].count);
         let start = built.buffer(bucket).at(range.start);
-        // SAFETY: both ranges lie in the bucket, which is not under way before all its tensors are marked.
+        // SAFETY: both ranges lie in the bucket, which is not under way before all its tensors are marked; or the second one
+        // beside it, in the host's memory.
         unsafe {
-            std::ptr::write_bytes(start, 0, self.0.tensors[tensor].count * self.0.tensors[tensor].dtype.size());
+            if built.streams.is_none() {
+                std::ptr::write_bytes(start, 0, self.0.tensors[tensor].count * self.0.tensors[tensor].dtype.size());
+            }
             std::ptr::write_bytes(used, 0, dtype.size());
         }
+        self.0.note(&built, tensor, stream);
         self.0.state().absent.push(tensor);
         self.0.marked(&built, built.readiness.mark(tensor), tensor)
     }
@@ -203,6 +231,11 @@ impl Scheduler {
     /// Ends the round: waits until all buckets are done. Gives the tensors that are absent here but have a value now,
     /// because some other rank used them.
     pub fn finish(&self, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<usize>> {
+        self.finish_on(0, interrupt)
+    }
+
+    /// The same, where buckets are on a device: waits until all buckets are enqueued, and lets a stream wait for the rest.
+    pub fn finish_on(&self, stream: Stream, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<usize>> {
         if fork::in_child() {
             return Err(Error::new(
                 Kind::NotInitialized,
@@ -244,13 +277,21 @@ impl Scheduler {
         if let Some(error) = &state.failed {
             return Err(error.clone());
         }
+        if let Some(carrier) = shared.carrier.as_deref() {
+            shared.join(&built, carrier, stream, &mut state)?;
+        }
         let non_finite = shared.tally.count().non_finite;
         let apart = built.apart(non_finite > state.non_finite);
         state.non_finite = non_finite;
         // weights always have a value, and nobody waits for ranks that are not its peers
         if let Some(tensor) = apart.filter(|_| shared.description.what == algorithm::What::Gradients) {
+            let waits = !state.absent.is_empty();
             drop(state);
-            shared.call(Call::AllReduce { tensor, op: Op::Bor, coding: None }, None, interrupt)?;
+            let call = Call::AllReduce { tensor, op: Op::Bor, coding: None };
+            match &shared.carrier {
+                None => drop(shared.call(call, None, interrupt)?),
+                Some(_) => shared.tell(&built, call, waits, interrupt)?,
+            }
             state = shared.state();
         }
         let ended = trace::now();
@@ -259,16 +300,23 @@ impl Scheduler {
         let absent = std::mem::take(&mut state.absent);
         // also where the first round was not that of step 0, because training went on from a checkpoint
         shared.lanes.iter().for_each(|group| group.set_limit(shared.limits.rest));
+        if let Some(carrier) = &shared.carrier {
+            carrier.set_limit(shared.limits.rest);
+        }
         state.done.fill(0);
         state.step += 1;
-        built.readiness.reset();
+        built.reset();
         drop(state);
         let has_value = |tensor: &usize| {
             let (used, dtype) = built.used(*tensor);
             // SAFETY: the number is not under way any more.
             unsafe { std::slice::from_raw_parts(used, dtype.size()) }.iter().any(|byte| *byte != 0)
         };
-        Ok(absent.into_iter().filter(has_value).collect())
+        let gained = absent.into_iter().filter(has_value).collect();
+        if shared.carrier.is_some() {
+            built.turn();
+        }
+        Ok(gained)
     }
 
     /// Forgets a round that backward has not ended (it raised). What has gone out cannot be called back, so then the group
@@ -294,7 +342,7 @@ impl Scheduler {
             return Err(self.0.abandon(&error));
         }
         state.absent.clear();
-        built.readiness.reset();
+        built.reset();
         Ok(())
     }
 
@@ -327,12 +375,14 @@ impl Scheduler {
         let sizes = Sizes { first: agreed[0] as usize, rest: agreed[1] as usize };
         let order: Vec<usize> = agreed[2..].iter().map(|tensor| *tensor as usize).collect();
         let late: Vec<bool> = late.iter().map(|late| *late != 0).collect();
-        let plan = Plan::new(&shared.tensors, &order, &late, sizes, shared.description.grain())?;
+        let plan = Plan::new(&shared.tensors, &order, &late, sizes, grain(&shared.description, &shared.tensors))?;
         shared.agree_on(&plan, interrupt)?;
+        shared.hear(&shared.built(), interrupt)?;
         // the old memory goes first, where the caller has let go of it
-        let kept = shared.built().movable();
+        let kept = shared.built().movable()?;
         shared.replace(Built::default());
-        let built = Built::new(plan, &shared.tensors, &shared.description, &shared.lanes[0])?;
+        let carrier = shared.carrier.as_deref();
+        let built = Built::new(plan, &shared.tensors, &shared.description, &shared.lanes[0], carrier)?;
         for (tensor, Saved { name, values, .. }) in kept {
             built.restore(tensor, &name, &values, &shared.tensors)?;
         }
@@ -356,8 +406,14 @@ impl Scheduler {
     }
 
     /// Whether any rank met a value that is not finite where it had to be encoded, in the last round.
+    ///
+    /// Asked before each step of the optimizer. On a device it is an earlier round, on which a step was built: nobody waits to
+    /// know more.
     pub fn was_non_finite(&self) -> bool {
-        self.0.built().non_finite()
+        match self.0.carrier {
+            Some(_) => self.0.step_begins(),
+            None => self.0.built().non_finite(),
+        }
     }
 
     /// Takes the weights that lie in the buckets, which all ranks have alike, as where anchors and copies begin.
@@ -369,7 +425,7 @@ impl Scheduler {
     }
 
     /// What steps keep of a tensor, between rounds.
-    pub fn saved(&self, tensor: usize) -> Vec<Saved> {
+    pub fn saved(&self, tensor: usize) -> Result<Vec<Saved>> {
         self.0.built().saved(tensor)
     }
 
@@ -429,31 +485,21 @@ impl Shared {
         let mut stories = self.lanes.iter().map(|group| group.abandon(error));
         let story = stories.next();
         stories.for_each(drop);
-        story.unwrap_or_else(|| error.clone())
+        let story = story.unwrap_or_else(|| error.clone());
+        if let Some(carrier) = &self.carrier {
+            carrier.abandon(&story);
+        }
+        story
     }
 
     fn call(&self, call: Call, limit: Option<Duration>, interrupt: Option<&Interrupt<'_>>) -> Result<Output> {
         self.lanes[0].run_on(Work { call, keep: None }, &Terms { interrupt, limit, purpose: None })
     }
 
-    /// Makes sure that all ranks have made the same plan.
-    fn agree_on(&self, plan: &Plan, interrupt: Option<&Interrupt<'_>>) -> Result<()> {
-        let mut mine = [plan.hash(&self.tensors)];
-        let gather = Call::AllGather { tensor: words(&mut mine) };
-        let hashes = self.call(gather, Some(self.limits.first), interrupt)?;
-        let differs = hashes.iter().position(|theirs| theirs.bytes() != mine[0].to_le_bytes());
-        match differs {
-            None => Ok(()),
-            Some(member) => {
-                let card = self.mesh().roster().card(member as u32);
-                let error = Error::of_rank(
-                    Kind::Mismatch,
-                    card.rank,
-                    &card.host,
-                    format!("{} has planned other buckets; try: the same version and model on every rank", card.name()),
-                );
-                Err(self.abandon(&error))
-            }
+    /// Notes which stream writes a tensor, where that matters.
+    fn note(&self, built: &Built, tensor: usize, stream: Stream) {
+        if let Some(streams) = &built.streams {
+            streams.note(built.plan.homes[tensor].0, stream);
         }
     }
 
@@ -462,6 +508,9 @@ impl Shared {
             Marked::Waiting | Marked::Again { complete: false } => Ok(()),
             Marked::Complete(bucket) => {
                 built.ready[bucket].store(trace::now(), Ordering::Relaxed);
+                if let (Some(streams), Some(carrier)) = (&built.streams, self.carrier.as_deref()) {
+                    streams.mark(bucket, carrier)?;
+                }
                 // under the lock, so that the thread is either waiting or will look again
                 let _state = self.state();
                 self.bell.notify_all();
@@ -513,7 +562,7 @@ impl Shared {
             }
             if !state.held && state.failed.is_none() {
                 let (built, bucket) = (self.built(), state.done[lane] * self.lanes.len() + lane);
-                if bucket < built.plan.buckets.len() && built.readiness.is_complete(bucket) {
+                if bucket < built.plan.buckets.len() && built.may_go(bucket) {
                     return Some((built, bucket, state.step));
                 }
             }
@@ -530,27 +579,17 @@ impl Shared {
         let terms = Terms { interrupt: None, limit: None, purpose: Some(&purpose) };
         let (buffer, group) = (built.buffer(bucket), &self.lanes[lane]);
         let ran = |begin, end| self.record(What::Python { bucket: bucket as u32 }, step, begin, end, 0);
-        let round = Round { buffer, group, terms: &terms, step, tally: &self.tally, ran: &ran };
+        let after = built.streams.as_ref().map_or(Vec::new(), |streams| streams.after(bucket));
+        let round = Round { buffer, group, terms: &terms, after: &after, step, tally: &self.tally, ran: &ran };
         let result = guarded(|| built.pipelines[bucket].run(&round));
+        let result = result.map(|end| {
+            if let (Some(streams), Some(end)) = (&built.streams, end) {
+                streams.end(bucket, end);
+            }
+        });
         result.map_err(|error| match error.message.contains("bucket") {
             true => error,
             false => Error { message: format!("{} (while this rank was in {})", error.message, purpose()), ..error },
         })
     }
-
-    /// A bucket of a step, by the names of its parameters.
-    fn label(&self, plan: &Plan, bucket: usize, step: u64) -> String {
-        let slots = &plan.buckets[bucket].slots;
-        let names: Vec<&str> = slots.iter().take(3).map(|slot| self.tensors[slot.tensor].name.as_str()).collect();
-        let more = match slots.len() - names.len() {
-            0 => String::new(),
-            more => format!(" and {more} more"),
-        };
-        format!("bucket {bucket} ({}{more}) of step {step}", names.join(", "))
-    }
-}
-
-fn words(values: &mut [u64]) -> Shaped {
-    let buffer = Buffer::host(values.as_mut_ptr().cast(), values.len(), DType::U64);
-    Shaped { buffer, shape: vec![values.len() as u64] }
 }

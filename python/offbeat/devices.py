@@ -1,0 +1,123 @@
+"""Models on a GPU: which device a rank trains on, and how its streams meet those of the core.
+
+The core exchanges buckets on a stream of its own, one for each model. A gradient's hook says on which stream it was
+made, and at the end of backward torch's current stream waits for the exchange; the host waits for neither. Memory of
+buckets is torch's, so that its allocator knows of it.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import _core, agreement, runtime
+from .errors import Unsupported
+
+
+class Device(Protocol):
+    """What is asked of a device."""
+
+    @property
+    def index(self) -> int: ...
+    def current_stream(self) -> int: ...  # the handle of torch's, on the calling thread
+    def zeros(self, count: int, dtype: str, stream: int) -> Tensor: ...  # that a stream of ours uses too
+    def joined(self) -> None: ...  # when the current stream has been told to wait
+
+
+class Cuda:
+    """A GPU of torch's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.index = device, device.index or 0
+
+    def current_stream(self) -> int:
+        """The handle of the current stream, which in a hook is that of the gradient."""
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def zeros(self, count: int, dtype: str, stream: int) -> Tensor:
+        """Memory for a bucket; torch does not give it to anybody else before our stream is done with it."""
+        flat = torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
+        ours = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+        flat.record_stream(ours)
+        # made between rounds; whoever writes to it first may be on another stream
+        torch.cuda.current_stream(self.device).synchronize()
+        return flat
+
+    def joined(self) -> None:
+        """Nothing: what comes on the stream waits."""
+
+
+# How a device is made, by torch's name for its kind; the CPU is none.
+KINDS: dict[str, Callable[[torch.device], Device]] = {"cuda": Cuda}
+
+
+def of(named: Iterable[tuple[str, Tensor]]) -> Device | None:
+    """The one device of all parameters; None if they are in the host's memory."""
+    places: dict[torch.device, str] = {}
+    for name, tensor in named:
+        places.setdefault(tensor.device, name)
+    if len(places) > 1:
+        (first, one), (second, other), *_ = places.items()
+        raise Unsupported(
+            f"{one} is on {first} and {other} on {second}, and a rank trains on one device; try "
+            f"model.to({str(first)!r}) before wrapping, and one process for each GPU"
+        )
+    (device,) = places or (torch.device("cpu"),)
+    make = KINDS.get(device.type)
+    return None if make is None else make(device)
+
+
+def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:
+    """The core reads and writes memory of the CPU and of CUDA devices, and would trust the address of any other."""
+    for name, tensor in named:
+        if tensor.device.type not in ("cpu", *KINDS):
+            raise Unsupported(
+                f"{name} is on {tensor.device}, and this version trains on the CPU and on CUDA devices; try "
+                "model.cpu() before wrapping (model.to_empty(device='cpu') if it has no values yet)"
+            )
+
+
+class Carriage:
+    """A model's device, and who carries its buckets there."""
+
+    def __init__(self, device: Device, group: _core.Group) -> None:
+        self.device = device
+        self.carrier = runtime.current().carrier(group, device.index, device.zeros)
+
+    def absent(self, scheduler: _core.Scheduler, index: int, place: Tensor) -> None:
+        """Says that a gradient is not there: it counts as zero."""
+        place.zero_()
+        scheduler.mark_absent(index, self.device.current_stream())
+
+    def marker(self, mark: Callable[[Sequence[int], int], None]) -> Callable[[Sequence[int]], None]:
+        """What marks tensors that torch's current stream has written."""
+        current = self.device.current_stream
+        return lambda tensors: mark(tensors, current())
+
+    def finish(self, scheduler: _core.Scheduler) -> list[int]:
+        """Ends a round: torch's current stream waits for it."""
+        gained = scheduler.finish(self.device.current_stream())
+        self.device.joined()
+        return gained
+
+    def carries(self, tensor: Tensor) -> bool:
+        """Whether a tensor is on a device that is carried."""
+        return tensor.device.type in KINDS
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Gives all ranks what `source` has, on torch's current stream."""
+        self.carrier.broadcast(tensor, source, self.device.current_stream())
+        self.device.joined()
+
+
+def connect(device: Device | None, group: _core.Group) -> Carriage | None:
+    """Connects the devices of all ranks, where there are any. Every rank calls it."""
+    return None if device is None else Carriage(device, group)
+
+
+def agree(device: Device | None) -> None:
+    """Raises the same `Mismatch` on every rank unless all train on GPUs, or all on the CPU."""
+    agreement.compare(
+        runtime.current().world(), "devices", ["parameters on " + ("the CPU" if device is None else "a GPU")]
+    )

@@ -1,0 +1,140 @@
+"""Training on the path of the GPU, with CPU tensors in its place (`standin.py`), beside the path of the CPU."""
+
+import contextlib
+import dataclasses
+import gc
+
+import torch
+from standin import Double, in_place_of_a_gpu
+from torch import nn
+
+import offbeat
+from offbeat.steps import AllReduce
+
+STEPS = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Coded(offbeat.Algorithm):
+    """Gradients by any codec, with residuals."""
+
+    name = "coded"
+    codec: str = "onebit"
+
+    def steps(self):
+        return [AllReduce("mean", self.codec, feedback=True)]
+
+
+class Model(nn.Module):
+    """With buffers, vectors of odd lengths, and a part that not every rank uses in every step."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(20, 300), nn.BatchNorm1d(300), nn.Linear(300, 7)
+        self.spare = nn.Linear(7, 7)
+        self.to(dtype)
+
+    def forward(self, x, spare):
+        x = self.last(self.norm(self.first(x)).relu())
+        return self.spare(x) if spare else x
+
+
+def make(algorithm, dtype=torch.float32, *, seed=0, bucket_bytes=8000):
+    """A model and its optimizer. Ranks begin with different values, and get rank 0's."""
+    torch.manual_seed(seed + offbeat.rank())
+    model = Model(dtype)
+    short = dtype is not torch.float32
+    optimizer = (torch.optim.SGD if short else torch.optim.Adam)(model.parameters(), lr=0.01)
+    chosen = eval(algorithm, vars(offbeat.algorithms) | {"Coded": Coded}) if "(" in algorithm else algorithm
+    return model, offbeat.DistributedOptimizer(optimizer, model, chosen, bucket_bytes=bucket_bytes)
+
+
+def step(model, optimizer, number):
+    """One step on data of this rank and step. The spare part is used by some rank in every other step."""
+    generator = torch.Generator().manual_seed(100 * number + offbeat.rank())
+    x = torch.randn(8, 20, generator=generator).to(model.first.weight.dtype)
+    optimizer.zero_grad()
+    spare = number % 2 == 0 and offbeat.rank() == number // 2 % offbeat.world_size()
+    model(x, spare).float().square().mean().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    optimizer.step()
+    return [*gradients, *(t.clone() for t in model.state_dict().values())]
+
+
+def train(algorithm, dtype=torch.float32, steps=STEPS):
+    """Gradients and weights after each step, and what was kept."""
+    model, optimizer = make(algorithm, dtype)
+    seen = [step(model, optimizer, number) for number in range(steps)]
+    kept = optimizer.state_dict()["offbeat"].get("kept", {})
+    optimizer.remove()
+    seen.append([whole(kept[name][label], label) for name in sorted(kept) for label in sorted(kept[name])])
+    return seen
+
+
+def whole(kept, label):
+    """What is kept of a tensor, wherever it lies: on the GPU others carry and sum an element, and never several."""
+    rows, hosts = offbeat.all_gather(kept), offbeat.all_gather_object(offbeat.host())
+    rows = [row for row, host in zip(rows, hosts, strict=True) if host == offbeat.host() or "results" in label]
+    return torch.stack(rows).gather(0, torch.stack(rows).abs().argmax(dim=0, keepdim=True))
+
+
+def differences(one, other):
+    """(step, place) of tensors that are not the same to the bit."""
+    found = []
+    for number, (these, those) in enumerate(zip(one, other, strict=True)):
+        for place, (a, b) in enumerate(zip(these, those, strict=True)):
+            same = a is b if a is None or b is None else torch.equal(bits(a), bits(b))
+            found += [] if same else [(number, place)]
+    return found
+
+
+def bits(tensor):
+    return (
+        tensor.detach().contiguous().view(torch.uint8) if tensor.dim() else tensor.detach().reshape(1).view(torch.uint8)
+    )
+
+
+def compare(cases):
+    """Trains with each (algorithm, dtype) on both paths. Gives a double that was used and is not left behind yet."""
+    double = Double()
+    for algorithm, dtype in cases:
+        usual = train(algorithm, dtype)
+        with in_place_of_a_gpu(double):
+            found = train(algorithm, dtype)
+        wrong = differences(usual, found)
+        assert not wrong, f"other bits: {algorithm} of {dtype}, (step, tensor) {wrong[:10]}"
+    return double
+
+
+def leave(double):
+    """Ends in good order: nothing may be left."""
+    # an error that was caught holds on to where it came from
+    gc.collect()
+    offbeat.shutdown()
+    left = double.left()
+    assert left == 0, f"{left} things of the device were left behind"
+
+
+@contextlib.contextmanager
+def elsewhere(double, where):
+    """Lets a stream go by: `where` is "before", what our stream waits for, or "after", what torch's waits for."""
+    from offbeat import devices
+
+    idle = double.new_stream()
+    double.streams.append(idle)
+    if where == "before":
+        name, wrong = "marker", lambda carriage, mark: lambda tensors: mark(tensors, idle.value)
+    else:
+
+        def wrong(carriage, scheduler):
+            gained = scheduler.finish(idle.value)
+            carriage.device.joined()
+            return gained
+
+        name = "finish"
+    right = getattr(devices.Carriage, name)
+    setattr(devices.Carriage, name, wrong)
+    try:
+        yield
+    finally:
+        setattr(devices.Carriage, name, right)
