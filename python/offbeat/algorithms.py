@@ -83,8 +83,22 @@ class QSGD(Algorithm):
         return [AllReduce(op, "qsgd", seed=self.seed, hierarchical=self.hierarchical)]
 
 
+class WarmingUp(Algorithm):
+    """What algorithms that average gradients in full precision at first have in common."""
+
+    warmup_steps: int
+    hierarchical: Hierarchical
+
+    def __post_init__(self) -> None:
+        check_warmup(self.warmup_steps)
+        self.steps()
+
+    def warmup(self) -> tuple[int, Sequence[Step]]:
+        return self.warmup_steps, [AllReduce("mean", hierarchical=self.hierarchical)]
+
+
 @dataclass(frozen=True)
-class QAdam(Algorithm):
+class QAdam(WarmingUp):
     """Adam whose momentum travels in few bits, after a warm-up in full precision.
 
     In the warm-up it is torch's Adam on averaged gradients. Then the second moment v is frozen as v̂ = v / (1 - β2^T);
@@ -107,13 +121,6 @@ class QAdam(Algorithm):
     codec: codecs.Codec | str | None = "minmax8"
     feedback: bool | None = None
     hierarchical: Hierarchical = "auto"
-
-    def __post_init__(self) -> None:
-        check_warmup(self.warmup_steps)
-        self.steps()
-
-    def warmup(self) -> tuple[int, Sequence[Step]]:
-        return self.warmup_steps, [AllReduce("mean", hierarchical=self.hierarchical)]
 
     def steps(self) -> Sequence[Step]:
         coarse = codecs.name_of(self.codec) in ("int4", "onebit")
@@ -138,7 +145,7 @@ class OneBitAdam(QAdam):
 
 
 @dataclass(frozen=True)
-class PowerSGD(Algorithm):
+class PowerSGD(WarmingUp):
     """Averages gradients as matrices of low rank, with what these lack kept on each rank and sent later.
 
     A matrix M of r × c (and what was left of it) becomes P = M·Q, averaged and made orthonormal, and Q = Mᵀ·P,
@@ -159,19 +166,12 @@ class PowerSGD(Algorithm):
     seed: int = 0
     hierarchical: Hierarchical = "auto"
 
-    def __post_init__(self) -> None:
-        check_warmup(self.warmup_steps)
-        self.steps()
-
-    def warmup(self) -> tuple[int, Sequence[Step]]:
-        return self.warmup_steps, [AllReduce("mean", hierarchical=self.hierarchical)]
-
     def steps(self) -> Sequence[Step]:
         return [LowRank(self.rank, self.least, self.seed, self.hierarchical)]
 
 
 @dataclass(frozen=True)
-class TopK(Algorithm):
+class TopK(WarmingUp):
     """Averages the largest elements of each gradient; the others are kept on each host and sent when they have grown.
 
     An element that is sent takes 8 bytes, and goes to every other host. Parameters that are no matrices (biases,
@@ -188,13 +188,6 @@ class TopK(Algorithm):
     ratio: float = 0.01
     warmup_steps: int = 0
     hierarchical: Hierarchical = "auto"
-
-    def __post_init__(self) -> None:
-        check_warmup(self.warmup_steps)
-        self.steps()
-
-    def warmup(self) -> tuple[int, Sequence[Step]]:
-        return self.warmup_steps, [AllReduce("mean", hierarchical=self.hierarchical)]
 
     def steps(self) -> Sequence[Step]:
         return [Select(self.ratio, self.hierarchical)]

@@ -200,3 +200,31 @@ impl Socket {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn streams_are_paced_and_near_ones_bounded() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let descriptor = stream.as_raw_fd();
+        let socket = Socket::tcp(stream, Duration::from_secs(30)).unwrap();
+        let (mut rate, mut len) = (0u64, size_of::<u64>() as libc::socklen_t);
+        // SAFETY: the descriptor is open, and the kernel writes at most `len` bytes to `rate`.
+        let result = unsafe {
+            let rate = (&raw mut rate).cast();
+            libc::getsockopt(descriptor, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, rate, &raw mut len)
+        };
+        assert_eq!((result, rate), (0, PACE));
+        let Stream::Tcp(stream) = &socket.stream else { panic!("a TCP stream") };
+        let size = || SockRef::from(stream).send_buffer_size().unwrap();
+        let before = size();
+        socket.limit_unacknowledged(8);
+        assert_eq!(size(), before, "far away the kernel's own buffer grows");
+        socket.limit_unacknowledged(1);
+        assert!(size() <= 2 * (256 << 10), "{}", size());
+    }
+}
