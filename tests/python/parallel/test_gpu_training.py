@@ -105,13 +105,16 @@ def forgetful():
     offbeat.init(timeout=20.0)
     usual, double = train("allreduce"), Double()
     with in_place_of_a_gpu(double), elsewhere(double, sys.argv[1]):
-        print("other bits" if differences(usual, train("allreduce")) else "the same bits")
+        print("other bits" if differences(usual, train("allreduce")) else "the same bits", flush=True)
 
 
-@pytest.mark.parametrize(("where", "lazy"), [("before", 1), ("after", 2)])
+# the first stream is torch's, the second the idle one, the third ours: where both are lazy nobody makes ours run
+@pytest.mark.parametrize(("where", "lazy"), [("before", 0b001), ("after", 0b110)])
 def test_a_wait_for_another_stream_is_found_by_a_schedule(train, where, lazy):
-    said = train(forgetful, "ab", where, FAKECUDA_SCHED=lazy)
-    assert any("other bits" in rank.out for rank in said.ranks), said.report()
+    said = train(forgetful, "ab", where, check=False, FAKECUDA_SCHED=lazy)
+    # what was not waited for may also run when its memory is long gone
+    found = [rank.out.startswith("other bits") or (rank.code or 0) < 0 for rank in said.ranks]
+    assert any(found), said.report()
 
 
 def counted():
