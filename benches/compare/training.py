@@ -257,10 +257,8 @@ def all_trials() -> list[Trial]:
         Trial("training-hooks", "hooks", "hooks", two, tiny, 1, 2e-6, **many),
         Trial("training-wire4", "step on a slow wire", "wire", slow4, slim, 16, 1.08, **some),
         Trial("training-wire4-mlp", "step on a slow wire", "wire", slow4, mlp, 16, 1.08, **few),
-        # a layer just fits into a bucket: the last one, which nothing hides, is 1/12 of the bytes. Bytes cost processor
-        # time, which backward misses, here even that of the emulated wire: the longer backward is, the less that counts
+        # a layer just fits into a bucket: the last one, which nothing hides, is 1/12 of the bytes
         Trial("training-overlap", "overlap", "overlap", apart, deep, 2048, 0.8, **by_layer),
-        Trial("training-overlap-long", "overlap", "overlap", apart, deep, 8192, 0.8, **by_layer),
         # the same with the processor free for communication, as where an accelerator computes
         Trial("training-overlap-asleep", "overlap", "overlap", apart, asleep, 16, 0.8, **by_layer),
         Trial("training-memory-6m", "memory", "memory", two, mlp, 16, 1.0, **few),
