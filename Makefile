@@ -119,15 +119,20 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # pip cannot install the dependencies of a project without the project, so they are read from pyproject.toml here.
-$(STAMPS)/dev-%: extra = dev
-$(STAMPS)/bench-%: extra = bench
-$(STAMPS)/gpu-check-%: extra = gpu-check
-$(STAMPS)/dev-% $(STAMPS)/bench-% $(STAMPS)/gpu-check-%: | $(BIN)/python
-	@echo "installing torch and the packages of '$(extra)' into .venv (the first time takes a while)"
+# A rule for each: one pattern rule with three targets would count all three as made when one is.
+define install
+	@echo "installing torch and the packages of '$(1)' into .venv (the first time takes a while)"
 	@$(PY) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-	    print(*p["dependencies"], *p["optional-dependencies"]["$(extra)"], sep="\n")' > $(VENV)/requirements.txt
+	    print(*p["dependencies"], *p["optional-dependencies"]["$(1)"], sep="\n")' > $(VENV)/requirements.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --requirement $(VENV)/requirements.txt
-	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/$(extra)-* && touch $@
+	@mkdir -p $(STAMPS) && rm -f $(STAMPS)/$(1)-* && touch $@
+endef
+$(DEV): | $(BIN)/python
+	$(call install,dev)
+$(BENCH): | $(BIN)/python
+	$(call install,bench)
+$(GPU_CHECK): | $(BIN)/python
+	$(call install,gpu-check)
 
 # Editable: Python sources are used where they stand, and only a change in Rust needs a build.
 $(BUILD): $(RUST) $(DEV) $(if $(wildcard python/offbeat/_core*.so),,missing-module)
