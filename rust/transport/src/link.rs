@@ -213,10 +213,12 @@ async fn read_frame(socket: &Socket, hub: &Hub, peer: u32, received: &AtomicU64)
     let mut payload = hub.pool.take(length);
     while payload.len() < length {
         let left = length - payload.len();
+        socket.wake_for(left);
         if socket.read_some(&mut (&mut payload).limit(left)).await? == 0 {
             return Err(End::Io(ErrorKind::UnexpectedEof.into()));
         }
     }
+    socket.wake_for(1);
     received.fetch_add((HEADER + length) as u64, Ordering::Relaxed);
     if length >= trace::LEAST_PAYLOAD {
         hub.trace.record(Span::of_frame(What::Receive { peer }, &header, begin));
