@@ -18,7 +18,6 @@ from .training import Model, median
 
 OF_LIMIT = 1.15
 SLOW = 5  # times a slowed rank takes for a step
-PERIOD = 10  # seconds from one exchange in the background to the next, where they rest longer than they take
 USED = 0.1  # of the wire, at least, by what works beside the training
 GROWN = 2.0  # times, at most, that the spread may have grown from one half of the repetitions to the next
 APART = 1.0  # of how far ranks that do not talk are apart, at most
@@ -250,16 +249,14 @@ def ratio(one: float | None, other: float | None) -> float | None:
     return one / other if one and other else None
 
 
-def in_background(seconds: float = 7.0) -> tuple[Contender, ...]:
-    """Steps should be as long as those of ranks that do not talk, and no longer when another rank is slow. As they are,
-    exchanges of so large a model follow each other without a rest on this wire; with a longer period they rest."""
+def in_background(seconds: float = 20.0) -> tuple[Contender, ...]:
+    """Steps should be as long as those of ranks that do not talk, and no longer when another rank is slow."""
     contenders = [Contender("plain", "plain", seconds=seconds, is_equal=False)]
     for key, name in (("average", "AsyncModelAverage"), ("gossip", "AsyncGossip"), ("server", "AsyncServer")):
-        algorithm, paced = f"{name}()", f"{name}(period={PERIOD})"
+        algorithm = f"{name}()"
         beside = {"bytes": hidden, "of_limit": 1.1, "seconds": seconds, "is_equal": False, "used": USED}
         contenders.append(Contender(key, "ours", "sgd", algorithm, alone="plain", **beside))
         contenders.append(Contender(f"{key}-slow", "ours", "sgd", algorithm, alone=key, slow=SLOW, **beside))
-        contenders.append(Contender(f"{key}-paced", "ours", "sgd", paced, alone="plain", **beside))
     return tuple(contenders)
 
 
@@ -300,7 +297,7 @@ def all_courses() -> list[Course]:
     # without a rest four ranks, their exchanges and the emulated wire share the processors, and make each other wait
     in_rests = tuple(one for one in of_weights if one.key in ("plain-50", "diloco"))
     return [
-        Course("background-wire4", slow4, mlp, 16, "plain", in_background(), repetitions=3, warm=1, learns=True),
+        Course("background-wire4", slow4, mlp, 16, "plain", in_background(), repetitions=2, warm=1, learns=True),
         Course("weights-wire4", slow4, mlp, 16, "ddp", of_weights),
         Course("streaming-wire4", slow4, mlp, 16, "plain-50", in_rests, rest=0.03),
         Course("algorithms-wire4", slow4, mlp, 16, "ddp", contenders),

@@ -210,7 +210,7 @@ class Runtime:
         method: str,
         arguments: dict[str, object],
         *,
-        period: float,
+        period: float | None,
     ) -> Background: ...
     # one outcome for all ranks that are left, whoever is lost: before calls in groups; when these have ended well; or
     # else what the others hand in (bytes by rank), or None if one of them says that they have ended well there

@@ -23,7 +23,7 @@ class Background(Algorithm):
     when: ClassVar[str] = "background"
 
     # Fields of those that have them.
-    period: ClassVar[float]
+    period: ClassVar[float | None]
     warmup_steps: ClassVar[int] = 0
 
     def steps(self) -> Sequence[Step]:
@@ -48,14 +48,15 @@ class AsyncModelAverage(Background):
 
     Use the learning rate of a single rank, or up to √n of it: a rank's step is not averaged with those of others.
 
-    period: seconds from the beginning of a round to that of the next, at least.
+    period: seconds from the beginning of a round to that of the next, at least; None rests four times as long as each
+        round took, and 0 never.
     codec: how differences to the last mean are encoded, e.g. "minmax8".
     warmup_steps: steps with averaged gradients first.
     """
 
     name: ClassVar[str] = "async_model_average"
 
-    period: float = 0.5  # type: ignore[misc]
+    period: float | None = None  # type: ignore[misc]
     codec: codecs.Codec | str | None = None
     warmup_steps: int = 0  # type: ignore[misc]
 
@@ -76,7 +77,7 @@ class AsyncGossip(Background):
     ranks are apart, which both sides then know exactly (Moniqua); where that fails, the weights travel in full.
 
     peers: who meets whom: "random", "exponential" or "shift_one".
-    period: seconds from the beginning of a round to that of the next, at least.
+    period: as of `AsyncModelAverage`.
     codec: "modular", or None for float32.
     seed: for other random pairs; the same on every rank.
     """
@@ -84,7 +85,7 @@ class AsyncGossip(Background):
     name: ClassVar[str] = "async_gossip"
 
     peers: str = "random"
-    period: float = 0.1  # type: ignore[misc]
+    period: float | None = None  # type: ignore[misc]
     codec: str | None = None
     seed: int = 0
 
@@ -109,7 +110,7 @@ class AsyncServer(Background):
 
     staleness: how many steps a rank may make before the others have come as far, and their updates are in. None lets
         everyone run; 0 with plain SGD is what averaged gradients give.
-    period: seconds from one push to the next, at least, without a bound.
+    period: as of `AsyncModelAverage`, where there is no bound: seconds from one push to the next.
     codec: how updates and answers are encoded, e.g. "minmax8".
     feedback: keep what is lost of updates and send it later; None does so where there is a codec.
     """
@@ -117,7 +118,7 @@ class AsyncServer(Background):
     name: ClassVar[str] = "async_server"
 
     staleness: int | None = None
-    period: float = 0.1  # type: ignore[misc]
+    period: float | None = None  # type: ignore[misc]
     codec: codecs.Codec | str | None = None
     feedback: bool | None = None
 
@@ -139,6 +140,8 @@ class AsyncServer(Background):
 
 
 def check_period(period: object) -> None:
-    """Raises unless it is a time."""
+    """Raises unless it is a time, or None."""
+    if period is None:
+        return
     if isinstance(period, bool) or not isinstance(period, int | float) or not 0 <= period < 1e9:
-        raise InvalidArgument(f"period={period!r}; try a number of seconds from 0 on, e.g. 0.5")
+        raise InvalidArgument(f"period={period!r}; try a number of seconds from 0 on, e.g. 0.5, or None")

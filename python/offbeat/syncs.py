@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 from .errors import InvalidArgument
-from .steps import Gossip, Replicas, Step
+from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,11 @@ class Sync:
         only = self.steps[0] if len(self.steps) == 1 and (self.fragments, self.overlap) == (1, 0) else None
         return only if isinstance(only, Gossip | Replicas) else None
 
+    @property
+    def cuts(self) -> bool:
+        """Whether a tensor may be divided between fragments: no step asks what shape it has, or looks at all of it."""
+        return all(isinstance(step, AllReduce | HostReduce | Difference | Outer) for step in self.steps)
+
     def number(self, step: int) -> int:
         """The number of the exchange that begins when so many steps have been made, among all of them."""
         return (step - self.after) // self.interval
@@ -70,20 +75,45 @@ class Sync:
         return (turns - 1) % self.fragments if turns > 0 and rest == 0 else None
 
 
-def divide(sizes: Sequence[int], fragments: int) -> list[list[int]]:
+class Piece(NamedTuple):
+    """Some elements of a tensor, in the order of its memory."""
+
+    tensor: int
+    first: int
+    last: int  # the one after it
+
+
+# Tensors are cut at multiples of this many elements: of every codec's blocks.
+GRAIN = 2048
+
+
+def divide(sizes: Sequence[int], fragments: int, *, cut: Sequence[bool] | None = None) -> list[list[Piece]]:
     """Which tensors are in which fragment, so that all have about as many elements: the largest first, each to the
-    fragment with the least. Neighbours in the model end up in different ones, as is best for streaming."""
-    if fragments > len(sizes):
-        raise InvalidArgument(
-            f"fragments={fragments} of {len(sizes)} parameters, which are not divided any further; try {len(sizes)}"
-        )
-    parts: list[list[int]] = [[] for _ in range(fragments)]
+    fragment with the least. Neighbours in the model end up in different ones, as is best for streaming. Of those that
+    `cut` allows, what a fragment has no room for goes to the next; a fragment twice as large as the others would take
+    twice their time on the wire, and all of it waits for that one."""
+    room = -(-sum(sizes) // (fragments * GRAIN)) * GRAIN
+    parts: list[list[Piece]] = [[] for _ in range(fragments)]
     loads = [0] * fragments
-    for index in sorted(range(len(sizes)), key=lambda index: (-sizes[index], index)):
-        # where loads are equal the shorter list, so that none stays empty, also of parameters without elements
-        least = min(range(fragments), key=lambda part: (loads[part], len(parts[part]), part))
-        parts[least].append(index)
-        loads[least] += sizes[index]
+    may_cut = cut or [False] * len(sizes)
+    # what cannot be cut goes first, and the others fill up what is left
+    for tensor in sorted(range(len(sizes)), key=lambda tensor: (may_cut[tensor], -sizes[tensor], tensor)):
+        first, size = 0, sizes[tensor]
+        while first < size or first == size == 0:
+            # where loads are equal the shorter list, so that none stays empty, also of tensors without elements
+            least = min(range(fragments), key=lambda part: (loads[part], len(parts[part]), part))
+            fits = (room - loads[least]) // GRAIN * GRAIN
+            last = first + fits if may_cut[tensor] and 0 < fits < size - first else size
+            parts[least].append(Piece(tensor, first, last))
+            loads[least] += last - first
+            if first == last:
+                break
+            first = last
+    if not all(parts):
+        filled = sum(map(bool, parts))
+        raise InvalidArgument(
+            f"fragments={fragments} of {len(sizes)} parameters, which are not enough to divide; try {filled}"
+        )
     return [sorted(part) for part in parts]
 
 

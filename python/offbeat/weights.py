@@ -15,7 +15,7 @@ from . import agreement, devices, hooks, keeping, runtime, trace
 from .errors import NonFinite, PeerFailed, PeerLost
 from .steps import Parameter
 from .survivors import Survivors
-from .syncs import Sync, divide
+from .syncs import Piece, Sync, divide
 
 Named = Sequence[tuple[str, Tensor]]
 Coded = tuple[int, int, int, float, float]
@@ -24,10 +24,11 @@ Coded = tuple[int, int, int, float, float]
 class Fragment:
     """Some parameters, and the scheduler that exchanges them."""
 
-    def __init__(self, number: int, named: Named, sync: Sync, bucket_bytes: int) -> None:
-        self.number, self.names = number, [name for name, _ in named]
+    def __init__(self, number: int, named: Named, pieces: Sequence[Piece], sync: Sync, bucket_bytes: int) -> None:
         # the objects themselves: users may point them to other memory
-        self.parameters = [parameter for _, parameter in named]
+        self.owners = [(named[piece.tensor][1], piece) for piece in pieces]
+        self.number, self.names = number, [label(named[piece.tensor], piece) for piece in pieces]
+        named = list(zip(self.names, self.parameters, strict=True))
         # Parameters as they were when the exchange began, where training goes on meanwhile.
         self.before: list[Tensor] = []
         described = [step.describe([Parameter(name) for name in self.names]) for step in sync.steps]
@@ -49,38 +50,43 @@ class Fragment:
             carrier=None if self._carriage is None else self._carriage.carrier,
         )
         places: dict[int, Tensor] = {}
-        labels: list[str] = []
+        # The parameters of each bucket, in the order in which buckets go out.
+        self._buckets: list[list[int]] = []
         for capsule, slots in self.scheduler.buckets():
             flat = capsule if isinstance(capsule, Tensor) else from_dlpack(capsule)
             for index, offset in slots:
-                places[index] = hooks.places(flat, self.parameters[index], offset)
-            labels.append(", ".join(self.names[index] for index, _ in slots))
-        trace.names[number] = labels
+                places[index] = hooks.places(flat, named[index][1], offset)
+            self._buckets.append([index for index, _ in slots])
+        trace.names[number] = [", ".join(self.names[index] for index in bucket) for bucket in self._buckets]
         self.places = [places[index] for index in range(len(self.names))]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters, or the pieces of them that belong here, where they are now."""
+        return [piece_of(parameter, piece) for parameter, piece in self.owners]
 
     @property
     def is_on_gpu(self) -> bool:
         """Whether weights are on a GPU; the ranks that are left can go on without the others on the CPU only."""
         return self._carriage is not None
 
-    def fill(self) -> None:
-        """Copies parameters into the buckets."""
-        torch._foreach_copy_(self.places, self.parameters)
-
     def begin(self) -> None:
         """What steps keep begins with these weights, which all ranks have alike."""
-        self.fill()
+        torch._foreach_copy_(self.places, self.parameters)
         self.scheduler.begin()
 
     def start(self, *, overlapped: bool) -> None:
-        """Begins an exchange."""
-        self.fill()
-        self.before = [place.clone() for place in self.places] if overlapped else []
+        """Begins an exchange. A bucket goes out while the next is copied."""
+        parameters = self.parameters
+        # of the parameters, since a bucket is not this thread's any more when it is on its way
+        self.before = [parameter.clone() for parameter in parameters] if overlapped else []
         self.scheduler.hold(False)
         mark: Callable[[Sequence[int]], None] = self.scheduler.mark_ready
         if self._carriage is not None:
             mark = self._carriage.marker(self.scheduler.mark_ready)
-        mark(range(len(self.names)))
+        for bucket in self._buckets:
+            torch._foreach_copy_([self.places[index] for index in bucket], [parameters[index] for index in bucket])
+            mark(bucket)
 
     def land(self, step: int, algorithm: str) -> None:
         """Waits until the exchange is over. Its result stays in the buckets."""
@@ -104,6 +110,19 @@ class Fragment:
             torch._foreach_copy_(self.parameters, self.places)
 
 
+def piece_of(parameter: Tensor, piece: Piece) -> Tensor:
+    """The elements of a parameter that a piece names: itself, or a view of some of them."""
+    if piece.last - piece.first == hooks.elements(parameter):
+        return parameter
+    return parameter.detach().view(-1)[piece.first : piece.last]
+
+
+def label(named: tuple[str, Tensor], piece: Piece) -> str:
+    """What a piece is called, in state and messages: as its parameter if it is all of it."""
+    name, parameter = named
+    return name if piece_of(parameter, piece) is parameter else f"{name}[{piece.first}:{piece.last}]"
+
+
 class Weights:
     """All of a replica's weights. Every rank makes the same calls in the same order.
 
@@ -125,8 +144,10 @@ class Weights:
         self._next = 0
         self._past: tuple[float, float] = (0.0, 0.0)
         self._coded: list[Coded] = []
-        parts = divide([hooks.elements(parameter) for _, parameter in named], sync.fragments)
-        self.fragments = [Fragment(number(), [named[i] for i in part], sync, bucket_bytes) for part in parts]
+        sizes = [hooks.elements(parameter) for _, parameter in named]
+        cut = [sync.cuts and parameter.is_contiguous() and not parameter.is_complex() for _, parameter in named]
+        parts = divide(sizes, sync.fragments, cut=cut)
+        self.fragments = [Fragment(number(), named, part, sync, bucket_bytes) for part in parts]
         self.begin()
 
     def begin(self) -> None:

@@ -49,9 +49,12 @@ pub(crate) fn method(name: &str, arguments: &Bound<'_, PyDict>) -> PyResult<Meth
 }
 
 /// What to do, and how often at most.
-pub(crate) fn description(name: &str, arguments: &Bound<'_, PyDict>, period: f64) -> PyResult<Description> {
-    let period = Duration::try_from_secs_f64(period)
-        .map_err(|_| raise(Error::invalid(format!("period={period}; try: a number of seconds from 0 on"))))?;
+pub(crate) fn description(name: &str, arguments: &Bound<'_, PyDict>, period: Option<f64>) -> PyResult<Description> {
+    let seconds = |period: f64| {
+        Duration::try_from_secs_f64(period)
+            .map_err(|_| raise(Error::invalid(format!("period={period}; try: a number of seconds from 0 on"))))
+    };
+    let period = period.map(seconds).transpose()?;
     Ok(Description { method: method(name, arguments)?, period })
 }
 

@@ -197,7 +197,7 @@ impl Runtime {
         counts: Vec<usize>,
         method: &str,
         arguments: &Bound<'_, PyDict>,
-        period: f64,
+        period: Option<f64>,
     ) -> PyResult<Background> {
         let description = background::description(method, arguments, period)?;
         self.engine.background(&group.0, &counts, description).map(Background).map_err(raise)

@@ -5,7 +5,7 @@ import pytest
 import offbeat
 from offbeat.algorithms import Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized
 from offbeat.errors import InvalidArgument
-from offbeat.syncs import Sync, divide
+from offbeat.syncs import GRAIN, Sync, divide
 
 
 def course(sync, steps):
@@ -51,11 +51,31 @@ def test_before_forward():
 def test_fragments_are_about_as_large():
     sizes = [1000, 10, 400, 300, 10, 300, 0, 1000]
     parts = divide(sizes, 3)
-    assert sorted(index for part in parts for index in part) == list(range(8))
-    assert max(sum(sizes[index] for index in part) for part in parts) <= 1020
-    assert divide([5, 0, 0], 3) == [[0], [1], [2]]
+    assert sorted(piece.tensor for part in parts for piece in part) == list(range(8))
+    assert max(sum(sizes[piece.tensor] for piece in part) for part in parts) <= 1020
+    assert divide([5, 0, 0], 3) == [[(0, 0, 5)], [(1, 0, 0)], [(2, 0, 0)]]
     with pytest.raises(InvalidArgument, match=r"fragments=4 of 3 parameters"):
         divide([1, 1, 1], 4)
+
+
+@pytest.mark.parametrize("fragments", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("sizes", [[10**6] * 6, [10**6, 0, 3 * 10**6 + 1, 17, 5 * 10**5, 5000], [10**6 + 3], [9] * 7])
+def test_what_may_be_cut_is_divided_evenly(sizes, fragments):
+    cut = [size != 5 * 10**5 for size in sizes]
+    if sum(max(1, size // GRAIN) for size in sizes) < fragments:
+        return
+    parts = divide(sizes, fragments, cut=cut)
+    pieces = sorted(piece for part in parts for piece in part)
+    for tensor, size in enumerate(sizes):
+        mine = [piece for piece in pieces if piece.tensor == tensor]
+        assert [piece.first for piece in mine] == [0, *(piece.last for piece in mine[:-1])]
+        assert mine[-1].last == size
+        assert all(piece.first % GRAIN == 0 for piece in mine)
+        assert cut[tensor] or len(mine) == 1
+    loads = [sum(piece.last - piece.first for piece in part) for part in parts]
+    whole = [size for size, may in zip(sizes, cut, strict=True) if not may]
+    assert max(loads) <= max(sum(sizes) / fragments, *whole, 9) + fragments * GRAIN
+    assert len(pieces) <= len(sizes) + fragments
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ impl Model {
     /// One whose thread has not started.
     fn prepare(rank: &Rank, method: Method, period: Duration, weights: Vec<f32>) -> Self {
         let lanes = rank.engine().lanes(false, None).unwrap();
-        let description = Description { method, period };
+        let description = Description { method, period: Some(period) };
         let background = rank.engine().background(&lanes[0], &[weights.len()], description).unwrap();
         Model { background, weights, clock: 0 }
     }

@@ -26,7 +26,7 @@ struct Model {
 impl Model {
     fn new(rank: &Rank, peers: Peers, modular: bool) -> Self {
         let lanes = rank.engine().lanes(false, None).unwrap();
-        let description = Description { method: Method::Stepwise { peers, seed: 5, modular }, period: NEVER };
+        let description = Description { method: Method::Stepwise { peers, seed: 5, modular }, period: Some(NEVER) };
         let background = rank.engine().background(&lanes[0], &[COUNT], description).unwrap();
         Model { background, weights: at_first(rank.rank) }
     }

@@ -90,8 +90,8 @@ pub enum Method {
 pub struct Description {
     /// What is exchanged.
     pub method: Method,
-    /// From the beginning of a round to that of the next, at least.
-    pub period: Duration,
+    /// From the beginning of a round to that of the next, at least; none to rest in proportion to what a round takes.
+    pub period: Option<Duration>,
 }
 
 /// The background exchanges of a model. Dropping it ends them.
