@@ -24,6 +24,29 @@ CODED = [
 ]
 
 
+# after a warm-up of two exchanges; the third and fifth round are with residuals of earlier ones
+OF_MOMENTUM = [
+    "QAdam(warmup_steps=2)",
+    "QAdam(warmup_steps=2, codec='int4')",
+    "OneBitAdam(warmup_steps=1)",
+]
+OF_WEIGHTS = [
+    "DiLoCo(every=2)",
+    "DiLoCo(every=2, outer_momentum=0.0, warmup_steps=1)",
+    "DiLoCo(every=1, codec='minmax8')",
+    "DiLoCo(every=2, codec='int4', warmup_steps=1)",
+    "DiLoCo(every=4, fragments=2, overlap=1, codec='qsgd')",
+]
+OF_COPIES = [
+    "LowPrecisionDecentralized()",
+    "LowPrecisionDecentralized(codec='qsgd', every=2)",
+    "LowPrecisionDecentralized(codec=None)",
+    "LowPrecisionDecentralized(codec='onebit', gamma=0.2)",
+    "LowPrecisionDecentralized(peers='exponential')",
+    "LowPrecisionDecentralized(peers='all', codec='int4', gamma=0.3)",
+]
+
+
 @pytest.fixture(scope="session")
 def doubles():
     return building.build()
@@ -65,6 +88,13 @@ def both():
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_coded_training_has_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", *(CODED if len(LAYOUTS[layout]) > 2 else [*CODED, "Coded('int4')"]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", ["momentum", "weights", "copies"])
+def test_steps_that_keep_something_have_the_bits_of_the_cpu(train, family, layout):
+    algorithms = {"momentum": OF_MOMENTUM, "weights": OF_WEIGHTS, "copies": OF_COPIES}[family]
+    train(both, LAYOUTS[layout], "float32", *algorithms)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

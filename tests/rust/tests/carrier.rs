@@ -123,6 +123,12 @@ impl Carried for Steps {
         Ok(Arc::new(Word(format!("bucket {bucket}"))))
     }
 
+    fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>> {
+        let after: Vec<&str> = after.iter().map(|event| word(&**event)).collect();
+        self.0.write(format!("{} elements begin after {}", buffer.count, after.join(", ")));
+        Ok(Arc::new(Word("the beginning".to_owned())))
+    }
+
     fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
         vec![(0, "numbers", Keeper::All)]
     }

@@ -10,6 +10,7 @@ mod apply;
 mod carrier;
 mod low_rank;
 mod memory;
+mod mixing;
 mod momentum;
 mod outer;
 mod pipeline;
@@ -21,8 +22,9 @@ pub use all_reduce::numbers;
 pub use apply::{Function, Room};
 pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
 pub use memory::{Keeper, Saved, spans};
+pub use mixing::{Mixing, Rule};
 pub use pipeline::{Pipeline, Round};
-pub use step::Step;
+pub use step::{Step, begun};
 
 use crate::bucket::Grain;
 use crate::codec::Codec;
