@@ -30,11 +30,13 @@ OF_MOMENTUM = [
     "QAdam(warmup_steps=2, codec='int4')",
     "OneBitAdam(warmup_steps=1)",
 ]
-OF_WEIGHTS = [
+PLAIN_WEIGHTS = [
     "DiLoCo(every=2)",
-    "DiLoCo(every=2, outer_momentum=0.0, warmup_steps=1)",
+    "DiLoCo(every=4, fragments=2, overlap=1, outer_momentum=0.0, warmup_steps=1)",
+]
+CODED_WEIGHTS = [
     "DiLoCo(every=1, codec='minmax8')",
-    "DiLoCo(every=2, codec='int4', warmup_steps=1)",
+    "DiLoCo(every=2, codec='int4')",
     "DiLoCo(every=4, fragments=2, overlap=1, codec='qsgd')",
 ]
 OF_COPIES = [
@@ -93,7 +95,7 @@ def test_coded_training_has_the_bits_of_the_cpu(train, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["momentum", "weights", "copies"])
 def test_steps_that_keep_something_have_the_bits_of_the_cpu(train, family, layout):
-    algorithms = {"momentum": OF_MOMENTUM, "weights": OF_WEIGHTS, "copies": OF_COPIES}[family]
+    algorithms = {"momentum": OF_MOMENTUM, "weights": CODED_WEIGHTS, "copies": OF_COPIES}[family]
     train(both, LAYOUTS[layout], "float32", *algorithms)
 
 
@@ -105,7 +107,7 @@ def test_short_floats_too(train, dtype):
 # where both hosts and their ranks are several, NCCL adds up in an order of its own
 @pytest.mark.parametrize("layout", ["alone on a host", "three hosts", "one host"])
 def test_plain_training_has_the_bits_of_the_cpu(train, layout):
-    train(both, LAYOUTS[layout], "float32", *PLAIN)
+    train(both, LAYOUTS[layout], "float32", *PLAIN, *PLAIN_WEIGHTS)
 
 
 def test_four_hosts(train):

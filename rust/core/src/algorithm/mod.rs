@@ -124,6 +124,12 @@ impl Description {
         choices.peek().is_some() && choices.all(|hierarchical| !hierarchical)
     }
 
+    /// Whether nothing crosses between hosts in a round: what one of them uses does not matter to the others.
+    pub fn stays_inside(&self, round: u64) -> bool {
+        let steps = if round < self.warmup { &self.first } else { &self.steps };
+        !steps.is_empty() && steps.iter().all(|step| matches!(step, Step::HostReduce))
+    }
+
     /// How buckets must be made for it.
     pub fn grain(&self) -> Grain {
         let block = self.all_steps().filter_map(Step::codec).map(Codec::block).max().unwrap_or(1);

@@ -285,9 +285,12 @@ impl Scheduler {
         state.non_finite = non_finite;
         // weights always have a value, and nobody waits for ranks that are not its peers
         if let Some(tensor) = apart.filter(|_| shared.description.what == algorithm::What::Gradients) {
-            let waits = !state.absent.is_empty();
+            let (waits, step) = (!state.absent.is_empty(), state.step);
             drop(state);
-            let call = Call::AllReduce { tensor, op: Op::Bor, coding: None };
+            let call = match shared.description.stays_inside(step) {
+                true => Call::HostReduce { tensor, op: Op::Bor },
+                false => Call::AllReduce { tensor, op: Op::Bor, coding: None },
+            };
             match &shared.carrier {
                 None => drop(shared.call(call, None, interrupt)?),
                 Some(_) => shared.tell(&built, call, waits, interrupt)?,
