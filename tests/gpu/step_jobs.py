@@ -102,7 +102,9 @@ def outer_job(dtype: str, skew: int = 0, cases=None) -> Job:
         anchor, place = bucket.floats(anchors)
         speed, fast = bucket.floats(speeds)
         odd = bucket.job.buffer(counter(5))
-        bucket.launch("outer", at, place, fast if with_momentum else None, lr, mu, bucket.tiles, bucket.count, Address(odd))
+        bucket.launch(
+            "outer", at, place, fast if with_momentum else None, lr, mu, bucket.tiles, bucket.count, Address(odd)
+        )
         moved, faster, new = [], [], []
         for d, a, v in zip(bucket.wides, anchors, speeds, strict=True):
             fine, gained = np.isfinite(d), mu * v + d
