@@ -23,7 +23,7 @@ GPU_CHECK := $(STAMPS)/gpu-check-$(DEPENDENCIES)
 BUILD := $(STAMPS)/build
 WHEEL := dist/.built
 
-RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml)
+RUST := Cargo.toml Cargo.lock $(shell find rust -name '*.rs' -o -name Cargo.toml) $(wildcard kernels/ptx/*.ptx)
 PYTHON_SOURCES := $(shell find python/offbeat -name '*.py' -o -name '*.pyi' -o -name py.typed)
 PYTHON_DIRS := $(wildcard python tests/python tests/gpu kernels examples benches)
 

@@ -74,10 +74,17 @@ template <class C> DEVICE void read_bytes(const u8 *from, u32 count, u32 codes[C
     }
 }
 
-// Elements of a block; zero after its end.
-template <class C, class T> DEVICE void load(const T *from, u32 count, float v[C::GROUPS][4]) {
+// What is encoded: values as they are. Others make it of several arrays.
+template <class T> struct Values {
+    const T *values;
+    // Four elements, of which `left` are there; the others are zero.
+    DEVICE_MEMBER void load(u64 at, u32 left, float to[4]) const { load4(values + at, left, to); }
+};
+
+// Elements of a block from the first on; zero after its end.
+template <class C, class S> DEVICE void load(const S &source, u64 first, u32 count, float v[C::GROUPS][4]) {
 #pragma unroll
-    for (u32 k = 0; k < C::GROUPS; ++k) load4(from + place(k), left_of(count, place(k)), v[k]);
+    for (u32 k = 0; k < C::GROUPS; ++k) source.load(first + place(k), left_of(count, place(k)), v[k]);
 }
 
 // Encodes a block that is in registers: adds its residual if there is one, writes the record, and keeps what is lost.
@@ -113,8 +120,8 @@ DEVICE u64 number_of(const u64 *numbers, u64 block) { return numbers ? numbers[b
 
 // What kernels do, for a codec that is worked on in registers.
 template <class C> struct Loops {
-    template <class T>
-    static DEVICE_MEMBER void encode(const T *values, float *residual, const tile *tiles, u32 tile_count, u8 *records,
+    template <class S>
+    static DEVICE_MEMBER void encode(S source, float *residual, const tile *tiles, u32 tile_count, u8 *records,
                                      const u64 *numbers, u64 stream, u32 *odd) {
         tile mine;
         if (!find_tile(tiles, tile_count, mine)) return;
@@ -123,7 +130,7 @@ template <class C> struct Loops {
             const u32 count = min(mine.count - at, C::SIZE);
             const u64 first = mine.value + at;
             float v[C::GROUPS][4];
-            load<C>(values + first, count, v);
+            load<C>(source, first, count, v);
             const u64 key = C::RANDOM ? key_of(stream, number_of(numbers, first / C::SIZE)) : 0;
             seal<C>(v, count, residual != nullptr, residual + first, key, record, odd);
         }
@@ -140,7 +147,7 @@ template <class C> struct Loops {
             typename C::coded c;
             C::read(record, count, c);
             float v[C::GROUPS][4];
-            if (ADD) load<C>(to, count, v);
+            if (ADD) load<C>(Values<T>{to}, 0, count, v);
 #pragma unroll
             for (u32 k = 0; k < C::GROUPS; ++k) {
 #pragma unroll
@@ -187,7 +194,7 @@ template <class C> struct Loops {
 #define TYPED_KERNELS(C, name, T, type) \
     KERNEL offbeat_##name##_encode_##type(const T *values, float *residual, const tile *tiles, u32 tile_count, \
                                           u8 *records, const u64 *numbers, u64 stream, u32 *odd) { \
-        Loops<C>::encode(values, residual, tiles, tile_count, records, numbers, stream, odd); \
+        Loops<C>::encode(Values<T>{values}, residual, tiles, tile_count, records, numbers, stream, odd); \
     } \
     KERNEL offbeat_##name##_decode_##type(const u8 *records, const tile *tiles, u32 tile_count, T *values) { \
         Loops<C>::decode<false>(records, tiles, tile_count, values); \

@@ -1,6 +1,6 @@
 // Two bytes an element: half precision and brain floating point, rust/core/src/codec/float16.rs and bfloat16.rs on a warp.
 // A block is one element; a warp takes 256 at a time.
-#include "blocks.cuh"
+#include "replicas.cuh"
 
 template <class H> struct Cast {
     static const u32 SIZE = 256, RECORD = 2 * SIZE, GROUPS = 2;
@@ -40,3 +40,5 @@ template <class H> struct Cast {
 
 KERNELS(Cast<f16_t>, float16)
 KERNELS(Cast<bf16_t>, bfloat16)
+REPLICAS(Cast<f16_t>, float16)
+REPLICAS(Cast<bf16_t>, bfloat16)

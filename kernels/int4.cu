@@ -1,5 +1,5 @@
 // Four bits an element: fifteen levels around zero, for a block of 128: rust/core/src/codec/int4.rs on a warp.
-#include "blocks.cuh"
+#include "replicas.cuh"
 
 struct Int4 {
     static const u32 SIZE = 128, HEAD = 4, RECORD = HEAD + SIZE / 2, GROUPS = 1;
@@ -54,3 +54,4 @@ struct Int4 {
 };
 
 KERNELS(Int4, int4)
+REPLICAS(Int4, int4)

@@ -1,5 +1,5 @@
 // Eight bits between the least and the largest number of a block of 256: rust/core/src/codec/min_max8.rs on a warp.
-#include "blocks.cuh"
+#include "replicas.cuh"
 
 struct MinMax8 {
     static const u32 SIZE = 256, HEAD = 8, RECORD = HEAD + SIZE, GROUPS = 2;
@@ -81,10 +81,14 @@ struct MinMax8 {
         write_bytes<MinMax8>(c.codes, count, record + HEAD);
     }
 
-    static DEVICE_MEMBER void read(const u8 *record, u32 count, coded &c) {
+    static DEVICE_MEMBER void read_head(const u8 *record, coded &c) {
         c.step = ((const float *)record)[0];
         c.low = ((const float *)record)[1];
         c.start = c.step < 0.0f ? low_end(c.low, -c.step) : 0.0;
+    }
+
+    static DEVICE_MEMBER void read(const u8 *record, u32 count, coded &c) {
+        read_head(record, c);
         read_bytes<MinMax8>(record + HEAD, count, c.codes);
     }
 
@@ -99,4 +103,7 @@ struct MinMax8 {
     static DEVICE_MEMBER u32 odd(const coded &c, u32) { return lane_of() == 0 && !is_finite(c.step); }
 };
 
+template <> struct Reader<MinMax8> : ByteReader<MinMax8> {};
+
 KERNELS(MinMax8, minmax8)
+REPLICAS(MinMax8, minmax8)

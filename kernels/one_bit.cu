@@ -2,7 +2,7 @@
 //
 // Lane l sums the magnitudes of the elements l, l + 32, l + 64, ... in this order, but memory is read in fours; so a block
 // stands in shared memory while it is encoded. A word of signs is what a vote of the lanes gives.
-#include "blocks.cuh"
+#include "replicas.cuh"
 
 struct OneBit {
     static const u32 SIZE = 2048, HEAD = 4, RECORD = HEAD + SIZE / 8, ROUNDS = SIZE / (4 * WARP);
@@ -120,8 +120,8 @@ struct OneBit {
     float *block = room[threadIdx.x / WARP]
 
 template <> struct Loops<OneBit> {
-    template <class T>
-    static DEVICE_MEMBER void encode(const T *values, float *residual, const tile *tiles, u32 tile_count, u8 *records,
+    template <class S>
+    static DEVICE_MEMBER void encode(S source, float *residual, const tile *tiles, u32 tile_count, u8 *records,
                                      const u64 *, u64, u32 *odd) {
         ROOM;
         tile mine;
@@ -133,7 +133,7 @@ template <> struct Loops<OneBit> {
 #pragma unroll 4
             for (u32 k = 0; k < OneBit::ROUNDS; ++k) {
                 float x[4];
-                load4(values + first + place(k), left_of(count, place(k)), x);
+                source.load(first + place(k), left_of(count, place(k)), x);
                 *(uint4 *)(block + place(k)) = raw_of(x);
             }
             OneBit::seal(block, count, residual != nullptr, residual + first, record, odd);
@@ -188,4 +188,26 @@ template <> struct Loops<OneBit> {
     }
 };
 
+template <> struct Reader<OneBit> {
+    static const u32 SIZE = 4 * WARP, GROUPS = 1;
+
+    struct coded {
+        float scale; // NaN: not finite
+        u32 signs;   // of a lane's four neighbours
+    };
+
+    static DEVICE_MEMBER void read(const u8 *records, u32 at, u32 count, coded &c) {
+        const u8 *record = records + at / OneBit::SIZE * OneBit::RECORD;
+        c.scale = *(const float *)record;
+        const u32 byte = (at % OneBit::SIZE + place(0)) / 8;
+        c.signs = place(0) < count ? record[OneBit::HEAD + byte] >> place(0) % 8 : 0;
+    }
+
+    static DEVICE_MEMBER void values(const coded &c, u32, float to[4]) {
+#pragma unroll
+        for (u32 j = 0; j < 4; ++j) to[j] = __uint_as_float(__float_as_uint(c.scale) ^ (c.signs >> j & 1u) << 31);
+    }
+};
+
 KERNELS(OneBit, onebit)
+REPLICAS(OneBit, onebit)

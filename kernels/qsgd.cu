@@ -1,7 +1,7 @@
 // Stochastic rounding to 127 levels of either sign, for a block of 512: rust/core/src/codec/qsgd.rs on a warp.
 //
 // The 64 random bits that counter i draws serve the elements i and i + 256, which one lane has.
-#include "blocks.cuh"
+#include "replicas.cuh"
 
 struct Qsgd {
     static const u32 SIZE = 512, HEAD = 4, RECORD = HEAD + SIZE, GROUPS = 4;
@@ -44,8 +44,10 @@ struct Qsgd {
         write_bytes<Qsgd>(c.codes, count, record + HEAD);
     }
 
+    static DEVICE_MEMBER void read_head(const u8 *record, coded &c) { c.step = *(const float *)record; }
+
     static DEVICE_MEMBER void read(const u8 *record, u32 count, coded &c) {
-        c.step = *(const float *)record;
+        read_head(record, c);
         read_bytes<Qsgd>(record + HEAD, count, c.codes);
     }
 
@@ -56,4 +58,7 @@ struct Qsgd {
     static DEVICE_MEMBER u32 odd(const coded &c, u32) { return lane_of() == 0 && !is_finite(c.step); }
 };
 
+template <> struct Reader<Qsgd> : ByteReader<Qsgd> {};
+
 KERNELS(Qsgd, qsgd)
+REPLICAS(Qsgd, qsgd)

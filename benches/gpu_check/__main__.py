@@ -52,10 +52,7 @@ def bandwidth(driver: Driver, elements: int) -> list[str]:
 
 def timed_rows(driver: Driver):
     """(row, seconds) of every launch; the first run of each job warms up."""
-    calls = [(traffic.of_codec, codec, dtype) for codec in codec_jobs.CODECS for dtype in codec_jobs.TYPES]
-    calls += [(call, dtype) for dtype in codec_jobs.TYPES for call in (traffic.of_top_k, traffic.of_divide)]
-    calls += [(traffic.of_mix, *pair) for pair in codec_jobs.MIXES]
-    for call, *arguments in calls:
+    for call, *arguments in traffic.calls():
         call(driver, *arguments)
         yield from zip(call(driver, *arguments), driver.times, strict=True)
 

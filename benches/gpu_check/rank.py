@@ -18,6 +18,11 @@ ALGORITHMS: dict[str, tuple[offbeat.Algorithm, float]] = {
     "qsgd": (algorithms.QSGD(), 0.1),
     "local_sgd, every step": (algorithms.LocalSGD(every=1), 1e-3),
     "decentralized, all": (algorithms.Decentralized(peers="all"), 1e-3),
+    "diloco, every step": (algorithms.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0), 1e-3),
+    "low_precision_decentralized, all": (
+        algorithms.LowPrecisionDecentralized(peers="all", codec=None, gamma=1.0),
+        1e-3,
+    ),
 }
 
 

@@ -38,6 +38,8 @@ class FrozenAdam:
         # nowhere 0.
         self._frozen: dict[int, float] = {}
         self._factors: dict[int, tuple[Tensor, bool]] = {}
+        # Its steps so far: asking the state would let the host wait where that is on a GPU.
+        self._steps: dict[int, float] = {}
 
     def is_due(self, exchanges: int) -> bool:
         """Whether the last of so many exchanges was one of momentum."""
@@ -67,7 +69,9 @@ class FrozenAdam:
         state = self._optimizer.state[parameter]
         unknown = not state
         if unknown:
-            state["step"] = torch.tensor(0.0)
+            # where Adam itself has it
+            on_device = group.get("fused") or group.get("capturable")
+            state["step"] = torch.zeros((), device=parameter.device if on_device else None)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         factor, whole = self._factor(parameter, state, group)
@@ -75,6 +79,7 @@ class FrozenAdam:
         if scale is not None:
             gradient = gradient / scale
         momentum, values = reals(state["exp_avg"]), reals(parameter)
+        steps = self._steps[id(parameter)] = self._steps[id(parameter)] + 1
         state["step"] += 1
         momentum.lerp_(-gradient if group["maximize"] else gradient, 1 - beta)
         lr = float(group["lr"])
@@ -82,14 +87,15 @@ class FrozenAdam:
             values.mul_(1 - lr * group["weight_decay"])
         elif group["weight_decay"]:
             values.addcmul_(values, (factor != 0).to(values.dtype), value=-lr * group["weight_decay"])
-        values.addcmul_(momentum, factor, value=-lr / (1 - beta ** float(state["step"])))
+        values.addcmul_(momentum, factor, value=-lr / (1 - beta**steps))
         return unknown
 
     def _factor(self, parameter: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> tuple[Tensor, bool]:
         """1 / (√v̂ + eps), and 0 where v̂ is 0. Worked out once; the state does not change any more."""
         key = id(parameter)
         if key not in self._factors:
-            steps = self._frozen.setdefault(key, float(state["step"]))
+            self._steps[key] = float(state["step"])
+            steps = self._frozen.setdefault(key, self._steps[key])
             moment = reals(state["max_exp_avg_sq" if group["amsgrad"] else "exp_avg_sq"])
             root = (moment / (1 - group["betas"][1] ** steps)).sqrt_() if steps else torch.zeros_like(moment)
             known = root > 0

@@ -101,6 +101,12 @@ class Carriage:
         self.device.joined()
         return gained
 
+    def begin(self, scheduler: _core.Scheduler) -> None:
+        """Lets steps begin with the weights in the buckets: torch's current stream has written them, and waits before
+        it writes others there."""
+        scheduler.begin(self.device.current_stream())
+        self.device.joined()
+
     def carries(self, tensor: Tensor) -> bool:
         """Whether a tensor is on a device that is carried."""
         return tensor.device.type in KINDS

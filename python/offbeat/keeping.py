@@ -28,17 +28,24 @@ def restore(scheduler: _core.Scheduler, names: Sequence[str], kept: Kept) -> Non
             scheduler.restore(index, label, values)
 
 
-def common(scheduler: _core.Scheduler, names: Sequence[str], kept: Kept) -> Kept:
-    """Of what was kept, what all ranks have alike, and so means the same in a world of another size."""
-    alike = {name: {label for label, same, _ in scheduler.saved(index) if same} for index, name in enumerate(names)}
+def fitting(scheduler: _core.Scheduler, names: Sequence[str], kept: Kept, saved_by: "Author", here: "Author") -> Kept:
+    """Of what was kept, what means the same here: what all ranks have alike everywhere, what each has for itself in a
+    world of the same size, and what depends on who carries it only where that is the same too."""
+    if saved_by == here:
+        return kept
+    keepers = ("all", "each") if saved_by[:2] == here[:2] else ("all",)
+    fit = {
+        name: {label for label, keeper, _ in scheduler.saved(index) if keeper in keepers}
+        for index, name in enumerate(names)
+    }
     found = {
-        name: {label: values for label, values in entries.items() if label in alike.get(name, ())}
+        name: {label: values for label, values in entries.items() if label in fit.get(name, ())}
         for name, entries in kept.items()
     }
     return {name: entries for name, entries in found.items() if entries}
 
 
-# An algorithm, how many ranks, and where they are: what was kept means the same only where all three are.
+# An algorithm, how many ranks, and where they are: everything that was kept means the same only where all three are.
 Author = tuple[object, object, object]
 
 

@@ -86,7 +86,8 @@ class LocalReplica(replica.Replica):
         before.remove()
         super().refresh(named)
         if self.weights is not None:
-            self.weights.load_state_dict(kept, same=True)
+            here = (self.algorithm.name, self.world, self.place)
+            self.weights.load_state_dict(kept, here, here)
 
     # -- what happens in a step
 
@@ -182,7 +183,7 @@ class LocalReplica(replica.Replica):
         if self.weights is not None:
             saved_by, here = keeping.author(state), (self.algorithm.name, self.world, self.place)
             saved = state.get("weights", {})
-            taken = self.weights.load_state_dict(saved, same=saved_by == here)
+            taken = self.weights.load_state_dict(saved, saved_by, here)
             keeping.warn_of_reset(saved.get("kept", {}), taken, saved_by, here)
 
 

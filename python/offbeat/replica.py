@@ -582,7 +582,9 @@ class Replica:
             return
         if saved_by != here:
             same = saved_by[0] == self.algorithm.name
-            self._loaded = keeping.common(self._scheduler, self._names(), state["kept"]) if same else {}
+            self._loaded = (
+                keeping.fitting(self._scheduler, self._names(), state["kept"], saved_by, here) if same else {}
+            )
             keeping.warn_of_reset(state["kept"], self._loaded, saved_by, here)
         else:
             self._loaded = state["kept"]

@@ -73,7 +73,10 @@ class Fragment:
     def begin(self) -> None:
         """What steps keep begins with these weights, which all ranks have alike."""
         torch._foreach_copy_(self.places, self.parameters)
-        self.scheduler.begin()
+        if self._carriage is None:
+            self.scheduler.begin()
+        else:
+            self._carriage.begin(self.scheduler)
 
     def start(self, *, overlapped: bool) -> None:
         """Begins an exchange. A bucket goes out while the next is copied."""
@@ -280,9 +283,10 @@ class Weights:
             state["before"] = {n: values.clone() for n, values in zip(flying.names, flying.before, strict=False)}
         return state
 
-    def load_state_dict(self, state: dict[str, Any], *, same: bool) -> keeping.Kept:
+    def load_state_dict(self, state: dict[str, Any], saved_by: keeping.Author, here: keeping.Author) -> keeping.Kept:
         """Takes over what `state_dict` gave; of another world only what all ranks have alike. Gives what of all that
         steps had kept was taken."""
+        same = saved_by[:2] == here[:2]
         self.step, self.syncs = state.get("step", self.step), state.get("syncs", self.syncs)
         self._flying = None
         for fragment, rounds in zip(self.fragments, state.get("rounds", ()), strict=False):
@@ -290,7 +294,7 @@ class Weights:
         kept: keeping.Kept = state.get("kept", {})
         taken: keeping.Kept = {}
         for fragment in self.fragments:
-            mine = kept if same else keeping.common(fragment.scheduler, fragment.names, kept)
+            mine = keeping.fitting(fragment.scheduler, fragment.names, kept, saved_by, here)
             keeping.restore(fragment.scheduler, fragment.names, mine)
             taken |= mine
         result, before = state.get("result", {}), state.get("before", {})

@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu import codec_jobs, top_k_jobs
+from gpu import codec_jobs, step_jobs, top_k_jobs
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import Job
 
@@ -20,6 +20,7 @@ FOLDER = Path(__file__).resolve().parent / "mutants"
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 FILES = {"cast.cu": ["float16", "bfloat16"], "min_max8.cu": ["minmax8"], "int4.cu": ["int4"], "qsgd.cu": ["qsgd"],
          "one_bit.cu": ["onebit"]}  # fmt: skip
+ELEMENTWISE = {"momentum.cu": step_jobs.momentum_job, "outer.cu": step_jobs.outer_job}
 
 
 def codec_jobs_of(codec: str) -> list[tuple[str, Job]]:
@@ -42,6 +43,8 @@ def all_jobs() -> list[tuple[str, Job]]:
     jobs += [
         (f"mix {pair}", codec_jobs.mix_job(*pair, weighted)) for pair in codec_jobs.MIXES for weighted in (False, True)
     ]
+    jobs += [job for one in ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one)]
+    jobs += [job for codec in (*CODECS, step_jobs.PLAIN) for job in step_jobs.replicas_jobs(codec)]
     return [*jobs, ("counted", codec_jobs.counted_job()), *top_k_jobs_of()]
 
 
@@ -53,6 +56,12 @@ def race_jobs(kernel: str | None = None) -> list[tuple[str, Job]]:
             cases = ["odd_length", "not_finite"] if file == "one_bit.cu" else ["odd_length"]
             jobs += [(f"{codec}", codec_jobs.codec_job(codec, "f32", cases, tile=4096)) for codec in codecs]
             jobs += [(f"{codec} average", codec_jobs.average_job(codec, 3, cases)) for codec in codecs]
+            jobs += [job for codec in codecs for job in step_jobs.replicas_jobs(codec, ["f32"], [0], cases)]
+    meets = {"dtypes": ["f32"], "skews": [0], "cases": ["odd_length", "not_finite"]}
+    for file, job in ELEMENTWISE.items():
+        jobs += step_jobs.elementwise_jobs(job, **meets) if kernel in (None, file) else []
+    if kernel in (None, "replicas.cu"):
+        jobs += step_jobs.replicas_jobs(step_jobs.PLAIN, **meets)
     if kernel in (None, "top_k.cu"):
         jobs.append(("top_k", top_k_jobs.top_k_job("f32", True, 1024, cases=["odd_length", "not_finite"])))
     return jobs
@@ -83,7 +92,13 @@ class Mutant:
             return race_jobs(self.kernel)
         if self.kernel == "top_k.cu":
             return top_k_jobs_of()
-        return [job for codec in FILES[self.kernel] for job in codec_jobs_of(codec)]
+        if self.kernel in ELEMENTWISE:
+            return step_jobs.elementwise_jobs(ELEMENTWISE[self.kernel])
+        if self.kernel == "replicas.cu":
+            return step_jobs.replicas_jobs(step_jobs.PLAIN)
+        codecs = FILES[self.kernel]
+        jobs = [job for codec in codecs for job in codec_jobs_of(codec)]
+        return jobs + [job for codec in codecs for job in step_jobs.replicas_jobs(codec)]
 
 
 def found(ptx: bool = False) -> list[Mutant]:

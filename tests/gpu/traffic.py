@@ -5,7 +5,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
-from gpu import codec_jobs, reference, top_k_jobs
+from gpu import codec_jobs, reference, step_jobs, top_k_jobs
 from gpu.codec_jobs import TYPES, Layout, f32, grid, u32, u64
 from gpu.job import Address, Job
 from gpu.ptx import Module
@@ -129,10 +129,76 @@ def of_mix(module: Module, source: str, target: str) -> list[Row]:
     return measure(module, job, [(f"{PEERS} peers", (PEERS * TYPES[source] + TYPES[target]) * COUNT)])
 
 
+class Tensor:
+    """One tensor of COUNT elements as a bucket, for steps that keep something of each."""
+
+    def __init__(self, dtype: str, codec: str = step_jobs.PLAIN_LAYOUT):
+        self.job, self.dtype, self.size = Job(), dtype, TYPES[dtype]
+        self.layout = Layout.of(codec, [COUNT])
+        table = self.layout.tiles()
+        self.tiles = (Address(self.job.buffer(table.tobytes())), u32(len(table)))
+        self.grid = grid(table)
+        self.values = Address(self.job.buffer(reference.narrow(normal(COUNT), dtype).tobytes()))
+        self.notes: list[tuple[str, int]] = []
+
+    def floats(self) -> Address:
+        return Address(self.job.buffer(normal(COUNT).tobytes()))
+
+    def launch(self, name: str, note: str, least: int, *args) -> None:
+        self.job.launch(f"offbeat_{name}_{self.dtype}", self.grid, 128, *args)
+        self.notes.append((note, least))
+
+
+def of_momentum(module: Module, dtype: str) -> list[Row]:
+    it = Tensor(dtype)
+    kept, betas = it.floats(), Address(it.job.buffer(f32(0.9).tobytes()))
+    it.launch("momentum", "", (2 * it.size + 4) * COUNT, it.values, kept, betas, *it.tiles)
+    it.launch("gradient", "", (2 * it.size + 8) * COUNT, it.values, kept, betas, *it.tiles)
+    return measure(module, it.job, it.notes)
+
+
+def of_outer(module: Module, dtype: str) -> list[Row]:
+    it = Tensor(dtype)
+    anchor, speed, pace = it.floats(), it.floats(), (f32(0.7), f32(0.9))
+    it.launch("difference", "", (2 * it.size + 4) * COUNT, it.values, anchor, *it.tiles)
+    for kept, note, extra in ((None, "", 8), (speed, "with momentum", 16)):
+        it.launch("outer", note, (2 * it.size + extra) * COUNT, it.values, anchor, kept, *pace, *it.tiles, None)
+    return measure(module, it.job, it.notes)
+
+
+def of_replicas(module: Module, codec: str, dtype: str) -> list[Row]:
+    plain = codec == step_jobs.PLAIN
+    it = Tensor(dtype, step_jobs.PLAIN_LAYOUT if plain else codec)
+    if plain:
+        table = it.layout.tiles()
+        table["record"] = 4 * table["value"]
+        it.tiles = (Address(it.job.buffer(table.tobytes())), it.tiles[1])
+    length = 4 * COUNT if plain else reference.encoded_len(codec, COUNT)
+    random = codec == "qsgd"
+    numbers = Address(it.job.buffer(it.layout.numbers(range(COUNT)))) if random else None
+    numbered = 8 * (COUNT // reference.SIZES[codec]) if random else 0
+    own, first, second = it.floats(), it.floats(), it.floats()
+    told, heard = Address(it.job.room(length)), Address(it.job.buffer(bytes(length * PEERS)))
+    weights = Address(it.job.buffer(np.ones(PEERS + 1, f32).tobytes()))
+    for near, far, note, copies in ((first, second, "ring", 3), (None, None, "CHOCO", 1)):
+        it.launch(f"{codec}_tell", note, (it.size + 4 * copies) * COUNT + length + numbered, it.values, own, near, far,
+                  f32(0.3), f32(0.3), *it.tiles, told, numbers, u64(1), None)  # fmt: skip
+    for far, note, copies, records in ((second, "ring", 3, 3), (None, f"CHOCO, {PEERS} peers", 2, 1 + PEERS)):
+        it.launch(f"{codec}_hear", note, (2 * it.size + 8 * copies) * COUNT + records * length, it.values, own, first,
+                  far, told, heard, u64(length), u32(PEERS), u32(0), u32(1), weights, f32(0.5), *it.tiles)  # fmt: skip
+    return measure(module, it.job, it.notes)
+
+
+def calls() -> list[tuple]:
+    """What measures all kernels: functions and their arguments."""
+    every = [(of_codec, codec, dtype) for codec in codec_jobs.CODECS for dtype in TYPES]
+    every += [(call, dtype) for dtype in TYPES for call in (of_top_k, of_divide, of_momentum, of_outer)]
+    every += [(of_replicas, codec, dtype) for codec in (*codec_jobs.CODECS, step_jobs.PLAIN) for dtype in TYPES]
+    return every + [(of_mix, *pair) for pair in codec_jobs.MIXES]
+
+
 def all_rows(module: Module) -> list[Row]:
-    rows = [row for codec in codec_jobs.CODECS for dtype in TYPES for row in of_codec(module, codec, dtype)]
-    rows += [row for dtype in TYPES for row in of_top_k(module, dtype) + of_divide(module, dtype)]
-    rows += [row for pair in codec_jobs.MIXES for row in of_mix(module, *pair)]
+    rows = [row for call, *arguments in calls() for row in call(module, *arguments)]
     # kernels of top-k that know no type come once for each
     seen = set()
     return [row for row in rows if "top_k" not in row.kernel or (row.kernel not in seen and not seen.add(row.kernel))]

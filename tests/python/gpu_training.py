@@ -25,6 +25,16 @@ class Coded(offbeat.Algorithm):
         return [AllReduce("mean", self.codec, feedback=True)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Warm(offbeat.algorithms.QAdam):
+    """With a warm-up in 8 bits: in full precision NCCL may add up in an order of its own."""
+
+    name = "warm"
+
+    def warmup(self):
+        return self.warmup_steps, [AllReduce("mean", "minmax8")]
+
+
 class Model(nn.Module):
     """With buffers, vectors of odd lengths, and a part that not every rank uses in every step."""
 
@@ -43,9 +53,18 @@ def make(algorithm, dtype=torch.float32, *, seed=0, bucket_bytes=8000):
     """A model and its optimizer. Ranks begin with different values, and get rank 0's."""
     torch.manual_seed(seed + offbeat.rank())
     model = Model(dtype)
-    short = dtype is not torch.float32
-    optimizer = (torch.optim.SGD if short else torch.optim.Adam)(model.parameters(), lr=0.01)
-    chosen = eval(algorithm, vars(offbeat.algorithms) | {"Coded": Coded}) if "(" in algorithm else algorithm
+    chosen = (
+        eval(algorithm, vars(offbeat.algorithms) | {"Coded": Coded, "Warm": Warm}) if "(" in algorithm else algorithm
+    )
+    plain = dtype is not torch.float32 and not isinstance(chosen, offbeat.algorithms.QAdam)
+    # with an eps that float16 has
+    optimizer = (
+        torch.optim.SGD(model.parameters(), lr=0.01)
+        if plain
+        else torch.optim.Adam(
+            model.parameters(), lr=0.01, betas=(0.9, 0.99), eps=1e-4 if dtype is torch.float16 else 1e-8
+        )
+    )
     return model, offbeat.DistributedOptimizer(optimizer, model, chosen, bucket_bytes=bucket_bytes)
 
 
@@ -65,14 +84,22 @@ def train(algorithm, dtype=torch.float32, steps=STEPS):
     """Gradients and weights after each step, and what was kept."""
     model, optimizer = make(algorithm, dtype)
     seen = [step(model, optimizer, number) for number in range(steps)]
-    kept = optimizer.state_dict()["offbeat"].get("kept", {})
+    kept = kept_by(optimizer)
     optimizer.remove()
     seen.append([whole(kept[name][label], label) for name in sorted(kept) for label in sorted(kept[name])])
     return seen
 
 
+def kept_by(optimizer):
+    """What steps keep, of gradients and of weights; never of both."""
+    state = optimizer.state_dict()["offbeat"]
+    return state.get("kept", {}) | state.get("weights", {}).get("kept", {})
+
+
 def whole(kept, label):
     """What is kept of a tensor, wherever it lies: on the GPU others carry and sum an element, and never several."""
+    if not label.endswith(("shares", "results")):
+        return kept
     rows, hosts = offbeat.all_gather(kept), offbeat.all_gather_object(offbeat.host())
     rows = [row for row, host in zip(rows, hosts, strict=True) if host == offbeat.host() or "results" in label]
     return torch.stack(rows).gather(0, torch.stack(rows).abs().argmax(dim=0, keepdim=True))

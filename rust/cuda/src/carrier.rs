@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use offbeat_core::algorithm::{self, Carried, Keeper, Lent, Step, Trip, numbers, spans};
+use offbeat_core::algorithm::{self, Carried, Keeper, Lent, Mixing, Step, Trip, begun, numbers, spans};
 use offbeat_core::bucket::{Bucket, Tensor};
 use offbeat_core::buffer::Buffer;
 use offbeat_core::codec::Codec;
@@ -15,11 +15,16 @@ use offbeat_core::event::Event;
 use offbeat_core::graph::Graph;
 use offbeat_core::{Error, Result};
 
+use crate::collective::Group;
 use crate::compressed::{Compressed, Residuals};
 use crate::gossip::Gossip;
+use crate::kernels::Way;
 use crate::memory::Piece;
+use crate::momentum::Momentum;
+use crate::outer::{Difference, Outer};
 use crate::pinned::Words;
 use crate::queue::{Kind, Lane, Work};
+use crate::replicas::Replicas;
 use crate::stream::{Mark, Stream};
 
 /// For how many rounds blocks that are not finite are counted by themselves.
@@ -63,18 +68,25 @@ impl Carrier {
         unsafe { Stream::borrow(self.lane.group().stream.device(), stream) }
     }
 
-    fn stage(&self, step: &Step, bucket: &Bucket, tensors: &[Tensor]) -> Result<Option<Stage>> {
+    /// The `at`-th of some steps, after those that are built.
+    fn stage(
+        &self,
+        (steps, at): (&[Step], usize),
+        bucket: &Bucket,
+        tensors: &[Tensor],
+        built: &[(usize, Stage)],
+    ) -> Result<Option<Stage>> {
         let (group, count, dtype) = (self.lane.group(), bucket.count, bucket.dtype);
-        Ok(Some(match step {
+        let begun = || begun(steps, at).map(|number| built.iter().find(|it| it.0 == number).map(|it| &it.1));
+        Ok(Some(match &steps[at] {
             Step::AllReduce { op, codec: None, .. } => Stage::Plain(*op),
             Step::AllReduce { op, codec: Some(codec), feedback, seed, .. } => {
                 takes(*codec, dtype)?;
                 let (spans, numbers) = (spans(bucket, tensors), numbers(bucket, tensors, codec.block()));
                 let plan = Compressed::build(group, *codec, (count, dtype, *op), &spans, &numbers)?;
                 let traffic = plan.traffic(group);
-                let zeros = vec![0; count * size_of::<f32>()];
                 let kept = match feedback {
-                    true => Some([group.upload(&zeros)?, group.upload(&zeros)?]),
+                    true => Some([group.zeros(count)?, group.zeros(count)?]),
                     false => None,
                 };
                 Stage::Coded { plan: Arc::new(plan), seed: *seed, kept, traffic }
@@ -85,6 +97,30 @@ impl Carrier {
             }
             Step::HostReduce if group.layout.hosts.iter().all(|members| members.len() == 1) => return Ok(None),
             Step::HostReduce => Stage::Gossip(Arc::new(Gossip::inside(group, count, dtype)?)),
+            Step::Momentum { betas } => {
+                let betas: Vec<f32> = bucket.slots.iter().map(|slot| betas[slot.tensor]).collect();
+                let momentum = Momentum::build(group, count, &spans(bucket, tensors), &betas)?;
+                Stage::Momentum(Arc::new(momentum), Way::There)
+            }
+            step @ Step::Gradient => match begun()? {
+                Some(Stage::Momentum(momentum, _)) => Stage::Momentum(Arc::clone(momentum), Way::Back),
+                _ => return Err(cannot(step.name(), group.stream.device().ordinal())),
+            },
+            Step::Difference => Stage::Difference(Arc::new(Difference::build(group, count, &spans(bucket, tensors))?)),
+            step @ Step::Outer { lr, momentum } => match begun()? {
+                Some(Stage::Difference(begun)) => {
+                    Stage::Outer(Arc::new(Outer::build(group, count, begun, *lr, *momentum)?))
+                }
+                _ => return Err(cannot(step.name(), group.stream.device().ordinal())),
+            },
+            Step::Replicas { peers, codec, gamma, seed } => {
+                let ranks: Vec<u32> = group.layout.hosts.iter().map(|members| members.len() as u32).collect();
+                let mixing = Mixing::new(*peers, *gamma, &ranks, group.host().0)?;
+                let numbers = codec.map(|codec| numbers(bucket, tensors, codec.block())).unwrap_or_default();
+                let bucket = ((count, dtype), spans(bucket, tensors));
+                let replicas = Replicas::build(group, mixing, *codec, bucket.0, &bucket.1, &numbers)?;
+                Stage::Replicas(Arc::new(replicas), *seed)
+            }
             other => return Err(cannot(other.name(), group.stream.device().ordinal())),
         }))
     }
@@ -93,7 +129,8 @@ impl Carrier {
 fn cannot(step: &str, device: u32) -> Error {
     Error::unsupported(format!(
         "the step {step} is not carried on a GPU by this version, and the model is on cuda:{device}; try: model.cpu(), or an \
-         algorithm whose steps are: allreduce, bytegrad, qsgd, local_sgd, decentralized"
+         algorithm whose steps are: allreduce, bytegrad, qsgd, qadam, onebit_adam, local_sgd, diloco, decentralized, \
+         low_precision_decentralized"
     ))
 }
 
@@ -114,8 +151,9 @@ impl algorithm::Carrier for Carrier {
 
     fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor]) -> Result<Box<dyn Carried>> {
         let mut stages = Vec::new();
-        for (number, step) in steps.iter().enumerate() {
-            stages.extend(self.stage(step, bucket, tensors)?.map(|stage| (number, stage)));
+        for number in 0..steps.len() {
+            let stage = self.stage((steps, number), bucket, tensors, &stages)?;
+            stages.extend(stage.map(|stage| (number, stage)));
         }
         Ok(Box::new(List { lane: Arc::clone(&self.lane), odd: Arc::clone(&self.odd), stages }))
     }
@@ -193,6 +231,49 @@ enum Stage {
         traffic: (u64, u64),
     },
     Gossip(Arc<Gossip>),
+    Momentum(Arc<Momentum>, Way),
+    Difference(Arc<Difference>),
+    Outer(Arc<Outer>),
+    /// With where its random numbers begin.
+    Replicas(Arc<Replicas>, u64),
+}
+
+impl Stage {
+    /// What it keeps for each element.
+    fn pieces(&self) -> Vec<(&'static str, Keeper, &Piece)> {
+        match self {
+            Stage::Coded { kept: Some([shares, results]), .. } => {
+                vec![("shares", Keeper::Carrier, shares), ("results", Keeper::Carrier, results)]
+            }
+            Stage::Momentum(it, Way::There) => vec![("momentum", Keeper::All, &it.kept)],
+            Stage::Difference(it) => vec![("anchor", Keeper::All, &it.anchor)],
+            Stage::Outer(it) => it.speed.iter().map(|speed| ("momentum", Keeper::All, speed)).collect(),
+            Stage::Replicas(it, _) => {
+                it.names().iter().zip(&it.copies).map(|(name, copy)| (*name, Keeper::Each, copy)).collect()
+            }
+            Stage::Plain(_) | Stage::Gossip(_) | Stage::Coded { .. } | Stage::Momentum(_, Way::Back) => Vec::new(),
+        }
+    }
+
+    /// What lets it begin with the weights in a bucket, if that is anything to it.
+    fn begin(&self) -> Option<Kind> {
+        match self {
+            // SAFETY: the bucket stays until the work is done.
+            Stage::Difference(it) => Some(enqueues(it, |it, group, buffer| unsafe { it.begin(group, buffer) })),
+            // SAFETY: as above.
+            Stage::Replicas(it, _) => Some(enqueues(it, |it, group, buffer| unsafe { it.begin(group, buffer) })),
+            _ => None,
+        }
+    }
+}
+
+/// Work of something that was built for a bucket.
+fn enqueues<T: Send + Sync + 'static>(
+    it: &Arc<T>,
+    work: impl Fn(&T, &Group, Buffer) -> Result<()> + Send + 'static,
+) -> Kind {
+    let it = Arc::clone(it);
+    Kind::Step(Box::new(move |group, buffer| work(&it, group, buffer)))
 }
 
 /// Steps of an algorithm, built for one bucket.
@@ -205,6 +286,7 @@ struct List {
 
 impl List {
     fn work(&self, stage: &Stage, trip: &Trip<'_>) -> Work {
+        let step = trip.step;
         let kind = match stage {
             Stage::Plain(op) => Kind::AllReduce(*op),
             Stage::Gossip(plan) => Kind::Gossip { plan: Arc::clone(plan), step: trip.step },
@@ -217,22 +299,36 @@ impl List {
                 let odd = self.odd.address(trip.step);
                 Kind::Compressed { plan: Arc::clone(plan), stream: mix(*seed, trip.step), kept, odd }
             }
+            Stage::Momentum(it, way) => {
+                let way = *way;
+                // SAFETY: the bucket stays until the work is done.
+                enqueues(it, move |it, group, buffer| unsafe { it.run(group, buffer, way) })
+            }
+            // SAFETY: as above.
+            Stage::Difference(it) => enqueues(it, |it, group, buffer| unsafe { it.run(group, buffer) }),
+            Stage::Outer(it) => {
+                let odd = self.odd.address(step);
+                // SAFETY: as above; the words outlive all work (`Odd`).
+                enqueues(it, move |it, group, buffer| unsafe { it.run(group, buffer, odd) })
+            }
+            Stage::Replicas(it, seed) => {
+                let (odd, stream, traffic) = (self.odd.address(step), mix(*seed, step), it.traffic());
+                trip.tally.add(traffic.0, traffic.1, 0);
+                // SAFETY: as above.
+                enqueues(it, move |it, group, buffer| unsafe { it.run(group, buffer, step, stream, odd) })
+            }
         };
         Work { kind, buffer: trip.buffer, what: trip.what.to_owned() }
     }
 
-    fn pieces(&self) -> impl Iterator<Item = (usize, &'static str, &Piece)> {
+    fn pieces(&self) -> impl Iterator<Item = ((usize, &'static str, Keeper), &Piece)> {
         self.stages.iter().flat_map(|(number, stage)| {
-            let kept = match stage {
-                Stage::Coded { kept: Some([shares, results]), .. } => vec![("shares", shares), ("results", results)],
-                _ => Vec::new(),
-            };
-            kept.into_iter().map(move |(name, piece)| (*number, name, piece))
+            stage.pieces().into_iter().map(move |(name, keeper, piece)| ((*number, name, keeper), piece))
         })
     }
 
     fn piece(&self, at: usize) -> Result<&Piece> {
-        let piece = self.pieces().nth(at).map(|(.., piece)| piece);
+        let piece = self.pieces().nth(at).map(|(_, piece)| piece);
         piece.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
     }
 }
@@ -243,8 +339,14 @@ impl Carried for List {
         Ok(Arc::new(self.lane.enqueue_all(&works, trip.after)?))
     }
 
+    fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>> {
+        let begin = |kind| Work { kind, buffer, what: "the first weights of a bucket".to_owned() };
+        let works: Vec<Work> = self.stages.iter().filter_map(|(_, stage)| stage.begin()).map(begin).collect();
+        Ok(Arc::new(self.lane.enqueue_all(&works, after)?))
+    }
+
     fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
-        self.pieces().map(|(number, name, _)| (number, name, Keeper::Carrier)).collect()
+        self.pieces().map(|(kept, _)| kept).collect()
     }
 
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>> {

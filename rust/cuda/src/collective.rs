@@ -96,6 +96,28 @@ impl Group {
         Ok(piece)
     }
 
+    /// A number for each element of a tensor, all zero. For what is built once, as above.
+    pub(crate) fn zeros(&self, count: usize) -> Result<Piece> {
+        self.upload(&vec![0; count * size_of::<f32>()])
+    }
+
+    /// The numbers of a codec's blocks, if there are any.
+    pub(crate) fn upload_numbers(&self, numbers: &[u64]) -> Result<Option<Piece>> {
+        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
+        if bytes.is_empty() { Ok(None) } else { self.upload(&bytes).map(Some) }
+    }
+
+    /// Enqueues a copy of a tensor's values as f32.
+    ///
+    /// # Safety
+    /// The tensor stays until the stream has come past this; the copy is as long, and `record` of each tile is its `value`.
+    pub(crate) unsafe fn take(&self, buffer: Buffer, all: &Table, copy: &Piece) -> Result<()> {
+        let one = Stacked { first: buffer.start as Address, stride: 0, peers: 1 };
+        let to = (copy.address(), DType::F32);
+        // SAFETY: the caller's promise.
+        unsafe { self.kernels.mix(&self.stream, (one, buffer.dtype), (0, 1.0), all.tiles, to) }
+    }
+
     pub(crate) fn upload_tiles(&self, tiles: &[Tile]) -> Result<Table> {
         // SAFETY: tiles are numbers without gaps between them.
         let bytes = unsafe { std::slice::from_raw_parts(tiles.as_ptr().cast(), size_of_val(tiles)) };

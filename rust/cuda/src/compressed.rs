@@ -77,8 +77,7 @@ impl Compressed {
                 owned.push((at, group.upload_tiles(&tiles.map(from_zero).collect::<Vec<_>>())?));
             }
         }
-        let bytes: Vec<u8> = numbers.iter().flat_map(|number| number.to_le_bytes()).collect();
-        let numbers = if numbers.is_empty() { None } else { Some(group.upload(&bytes)?) };
+        let numbers = group.upload_numbers(numbers)?;
         let host_sum = if members.len() > 1 { Some(HostSum::build(group, &plan)?) } else { None };
         let all = group.upload_tiles(&plan.tiles)?;
         Ok(Compressed { codec, dtype, op, plan, host_sum, mine, owned, all, numbers })

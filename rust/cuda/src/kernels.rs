@@ -3,6 +3,8 @@
 //! A module is handed to the driver when a kernel of it is first asked for, since the driver compiles it then: a job that
 //! uses one codec does not wait for all others.
 
+mod steps;
+
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -13,6 +15,8 @@ use offbeat_core::{Error, Result};
 use crate::device::Device;
 use crate::module::{Arguments, Function, Grid, Module};
 use crate::stream::{Address, Stream};
+
+pub use steps::{Copies, News, Pace, Way};
 
 /// A name and PTX.
 pub type Image = (&'static str, &'static str);

@@ -8,7 +8,8 @@
 //!
 //! - [`site`]: what a rank has of CUDA; [`carrier`]: a model's steps, core's `Carrier`
 //! - [`queue`]: collectives in order, core's `Queue`; [`watch`]: the thread that sees when they hang
-//! - [`compressed`], [`gossip`], [`collective`]: what is enqueued for each; [`plan`]: who carries what (pure)
+//! - [`compressed`], [`gossip`], [`replicas`], [`collective`]: what is enqueued for each; [`plan`]: who carries what (pure)
+//! - [`momentum`], [`outer`]: steps that exchange nothing
 //! - [`kernels`]: our kernels by name; [`module`]: PTX on a device
 //! - [`communicator`]: ranks that NCCL connects; [`nccl`]: its library; [`story`]: what became of a communicator
 //! - [`stream`], [`memory`], [`pinned`], [`device`]: the driver's things; [`library`]: whether it is there
@@ -35,10 +36,13 @@ pub mod kernels;
 pub mod library;
 pub mod memory;
 pub mod module;
+pub mod momentum;
 pub mod nccl;
+pub mod outer;
 pub mod pinned;
 pub mod plan;
 pub mod queue;
+pub mod replicas;
 pub mod site;
 pub mod story;
 pub mod stream;

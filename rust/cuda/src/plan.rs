@@ -80,6 +80,17 @@ impl Plan {
         plan
     }
 
+    /// The plan for `count` elements, of which those in `spans` are values, that every host tells to others.
+    pub fn told(layout: &Layout, count: usize, spans: &[Range<usize>], codec: Option<&dyn Codec>) -> Self {
+        let align = ALIGN.next_multiple_of(codec.map_or(1, Codec::block));
+        let length = |count: usize| codec.map_or(count * size_of::<f32>(), |codec| codec.encoded_len(count));
+        let mut plan = Plan::default();
+        for part in layout.parts(count, align) {
+            plan.add(part.range, &part.carriers, 0, spans, &length);
+        }
+        plan
+    }
+
     fn add(
         &mut self,
         range: Range<usize>,
@@ -117,6 +128,13 @@ impl Plan {
         });
         tiles.collect()
     }
+}
+
+/// The tiles of all tensors of a bucket, for work that exchanges nothing; records are where values are.
+pub fn tiles(spans: &[Range<usize>]) -> Vec<Tile> {
+    let mut plan = Plan::default();
+    plan.add(0..spans.last().map_or(0, |span| span.end), &[], 0, spans, &|_| 0);
+    plan.placed(&[(0, 0)])
 }
 
 /// Puts segments one after the other, each at a place that loads of every width may begin at: (segment, place) of each, and

@@ -56,7 +56,12 @@ pub enum Kind {
         /// Whose: a place in the group.
         root: usize,
     },
+    /// What a step enqueues on the group's stream for its bucket.
+    Step(Box<Enqueue>),
 }
+
+/// Enqueues something for a bucket, whose memory stays until that is done.
+pub type Enqueue = dyn Fn(&Group, Buffer) -> Result<()> + Send;
 
 /// The end of some work.
 #[derive(Clone)]
@@ -126,6 +131,7 @@ impl Lane {
                 Kind::Broadcast { root } => self.group.broadcast(*buffer, *root),
                 Kind::Compressed { plan, stream, kept, odd } => plan.run(&self.group, *buffer, *stream, *kept, *odd),
                 Kind::Gossip { plan, step } => plan.run(&self.group, *buffer, *step),
+                Kind::Step(enqueue) => enqueue(&self.group, *buffer),
             }
         }
     }

@@ -150,8 +150,9 @@ impl Scheduler {
     }
 
     /// Takes the weights that lie in the buckets as where anchors and copies begin.
-    fn begin(&self) {
-        self.0.begin();
+    #[pyo3(signature = (stream=0, /))]
+    fn begin(&self, stream: u64) -> PyResult<()> {
+        self.0.begin(stream).map_err(raise)
     }
 
     fn reset(&self, why: &str) -> PyResult<()> {
@@ -187,9 +188,16 @@ impl Scheduler {
         self.0.resume(step);
     }
 
-    /// (name, whether all ranks have the same, DLPack capsule) of what steps keep of a tensor.
-    fn saved(&self, py: Python<'_>, tensor: usize) -> PyResult<Vec<(String, bool, Py<PyAny>)>> {
-        let describe = |saved: Saved| Ok((saved.name, saved.keeper == Keeper::All, dlpack::floats(py, &saved.values)?));
+    /// (name, who has it, DLPack capsule) of what steps keep of a tensor.
+    fn saved(&self, py: Python<'_>, tensor: usize) -> PyResult<Vec<(String, &'static str, Py<PyAny>)>> {
+        let describe = |saved: Saved| {
+            let keeper = match saved.keeper {
+                Keeper::All => "all",
+                Keeper::Each => "each",
+                Keeper::Carrier => "carrier",
+            };
+            Ok((saved.name, keeper, dlpack::floats(py, &saved.values)?))
+        };
         self.0.saved(tensor).map_err(raise)?.into_iter().map(describe).collect()
     }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu import building, codec_jobs, golden, mutants, reference, shim, top_k_jobs, traffic
+from gpu import building, codec_jobs, golden, mutants, reference, shim, step_jobs, top_k_jobs, traffic
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import canonical
 from gpu.ptx import Module
@@ -109,6 +109,21 @@ def test_committed_ptx_of_the_rest(module, dtype):
         jobs += [codec_jobs.mix_job(*pair, weighted) for pair in codec_jobs.MIXES for weighted in (False, True)]
     for job in jobs:
         assert job.faults(module.run(job)) == []
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_committed_ptx_of_steps(module, dtype):
+    jobs = [job for one in mutants.ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one, [dtype])]
+    jobs += step_jobs.replicas_jobs(step_jobs.PLAIN, [dtype])
+    for name, job in jobs:
+        assert job.faults(module.run(job)) == [], name
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_committed_ptx_of_replicas(module, codec, dtype):
+    for name, job in step_jobs.replicas_jobs(codec, [dtype], [0]):
+        assert job.faults(module.run(job)) == [], name
 
 
 def test_every_kernel_is_run_and_moves_little_more_than_it_must(module):

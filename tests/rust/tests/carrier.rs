@@ -7,9 +7,11 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use offbeat_core::algorithm::{self, Carried, Carrier, Description, Keeper, Lent, Step, Stream, Trip, meet};
+use offbeat_core::algorithm::{
+    self, Carried, Carrier, Description, Keeper, Lent, Step, Stream, Trip, What, When, meet,
+};
 use offbeat_core::bucket::{Bucket, Sizes, Tensor};
-use offbeat_core::buffer::Place;
+use offbeat_core::buffer::{Buffer, Place};
 use offbeat_core::config::Tuning;
 use offbeat_core::dtype::{DType, Op};
 use offbeat_core::event::Event;
@@ -123,6 +125,12 @@ impl Carried for Steps {
         Ok(Arc::new(Word(format!("bucket {bucket}"))))
     }
 
+    fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>> {
+        let after: Vec<&str> = after.iter().map(|event| word(&**event)).collect();
+        self.0.write(format!("{} elements begin after {}", buffer.count, after.join(", ")));
+        Ok(Arc::new(Word("the beginning".to_owned())))
+    }
+
     fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
         vec![(0, "numbers", Keeper::All)]
     }
@@ -139,13 +147,17 @@ impl Carried for Steps {
 
 /// Four tensors of 256 floats, two to a bucket.
 fn start(rank: &Rank, diary: &Arc<Diary>, step: Step) -> Result<Scheduler> {
+    start_with(rank, diary, Description::of_gradients(vec![step]))
+}
+
+fn start_with(rank: &Rank, diary: &Arc<Diary>, description: Description) -> Result<Scheduler> {
     let tensor =
         |at: usize| Tensor { name: format!("t{at}"), count: 256, rows: 1, dtype: DType::F32, place: Place::Cuda(3) };
     let lanes = vec![rank.engine().lane(false, None).unwrap()];
     let carrier: Arc<dyn Carrier> = Arc::new(Device(Arc::clone(diary)));
     let (tensors, sizes) = ((0..4).map(tensor).collect(), Sizes { first: 2048, rest: 2048 });
     *diary.kept.lock().unwrap() = vec![0.0; 2048];
-    rank.engine().scheduler_on(Some(carrier), lanes, 0, tensors, Description::of_gradients(vec![step]), sizes)
+    rank.engine().scheduler_on(Some(carrier), lanes, 0, tensors, description, sizes)
 }
 
 fn mean() -> Step {
@@ -214,6 +226,30 @@ fn what_was_not_finite_is_heard_by_all_in_the_same_later_round_if_a_step_was_mad
             assert_eq!(told, [false, false, false, stepped, false, false]);
         });
     }
+}
+
+#[test]
+fn weights_begin_after_who_wrote_them_and_what_was_not_finite_is_known_at_the_next_exchange() {
+    two().spawn(|rank| {
+        let mine = rank.engine().rank();
+        let diary = Arc::new(Diary { odd: (mine == 1).then_some(1), ..Diary::default() });
+        let steps = vec![Step::Difference, mean(), Step::Outer { lr: 0.7, momentum: 0.9 }];
+        let weights = Description { what: What::Weights, when: When::AfterStep, ..Description::of_gradients(steps) };
+        let scheduler = start_with(rank, &diary, weights).unwrap();
+        scheduler.begin(7).unwrap();
+        // the steps of the warm-up, of which there are none, and those after it
+        let one = ["512 elements begin after stream 7"; 2].map(str::to_owned);
+        let waits = ["stream 7 waits for the beginning".to_owned()];
+        assert_eq!(diary.read(), [&one[..], &waits, &one, &waits].concat());
+        let mut told = Vec::new();
+        for _ in 0..5 {
+            (0..4).for_each(|tensor| scheduler.mark_ready_on(tensor, 7).unwrap());
+            scheduler.finish_on(7, None).unwrap();
+            told.push(scheduler.was_non_finite());
+        }
+        // made in round 1, and known in round 2 to the rank that met it
+        assert_eq!(told, [false, false, mine == 1, false, false]);
+    });
 }
 
 #[test]

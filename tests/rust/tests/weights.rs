@@ -32,7 +32,7 @@ fn start(rank: &Rank, steps: Vec<Step>) -> Result<Scheduler, Error> {
     let lanes = rank.engine().lanes(false, None).unwrap();
     let scheduler = rank.engine().scheduler(lanes, 0, tensors, description, Sizes::new(2000).unwrap())?;
     fill(&scheduler, |_, _| 1.0);
-    scheduler.begin();
+    scheduler.begin(0).unwrap();
     Ok(scheduler)
 }
 

@@ -71,6 +71,8 @@ pub struct Trip<'a> {
 pub trait Carried: Send + Sync {
     /// Enqueues all of them. The event is their end.
     fn enqueue(&self, trip: &Trip<'_>) -> Result<Arc<dyn Event>>;
+    /// Enqueues that anchors and copies begin with the weights in a bucket, after some events. The event is its end.
+    fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>>;
     /// (step, name, whose it is) of what is kept for each element of the bucket.
     fn kept(&self) -> Vec<(usize, &'static str, Keeper)>;
     /// Some numbers of the `at`-th of these; waits for what is under way.

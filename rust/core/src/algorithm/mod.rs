@@ -10,6 +10,7 @@ mod apply;
 mod carrier;
 mod low_rank;
 mod memory;
+mod mixing;
 mod momentum;
 mod outer;
 mod pipeline;
@@ -21,8 +22,9 @@ pub use all_reduce::numbers;
 pub use apply::{Function, Room};
 pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
 pub use memory::{Keeper, Saved, spans};
+pub use mixing::{Mixing, Rule};
 pub use pipeline::{Pipeline, Round};
-pub use step::Step;
+pub use step::{Step, begun};
 
 use crate::bucket::Grain;
 use crate::codec::Codec;
@@ -120,6 +122,12 @@ impl Description {
     pub fn is_flat(&self) -> bool {
         let mut choices = self.all_steps().filter_map(Step::hierarchical).peekable();
         choices.peek().is_some() && choices.all(|hierarchical| !hierarchical)
+    }
+
+    /// Whether nothing crosses between hosts in a round: what one of them uses does not matter to the others.
+    pub fn stays_inside(&self, round: u64) -> bool {
+        let steps = if round < self.warmup { &self.first } else { &self.steps };
+        !steps.is_empty() && steps.iter().all(|step| matches!(step, Step::HostReduce))
     }
 
     /// How buckets must be made for it.

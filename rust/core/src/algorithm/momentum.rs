@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::memory::{Keeper, Memory};
+use super::memory::{Keeper, Memory, spans};
 use super::pipeline::{Round, with_floats};
 use crate::bucket::{Bucket, Tensor};
 use crate::{Error, Result};
@@ -20,17 +20,21 @@ pub(super) struct Momentum {
 }
 
 impl Momentum {
-    pub(super) fn build(betas: &[f32], bucket: &Bucket, tensors: &[Tensor]) -> Result<(Self, Vec<Memory>)> {
+    /// Whether these are a momentum for each tensor.
+    pub(super) fn check(betas: &[f32], tensors: &[Tensor]) -> Result<()> {
         if let Some(beta) = betas.iter().find(|beta| !(0.0..1.0).contains(*beta)) {
             return Err(Error::invalid(format!("a momentum with beta {beta}; try: from 0 to under 1, e.g. 0.9")));
         }
         if betas.len() != tensors.len() {
             return Err(Error::invalid(format!("{} betas for {} tensors; try: one each", betas.len(), tensors.len())));
         }
-        let span =
-            |slot: &crate::bucket::Slot| (slot.offset..slot.offset + tensors[slot.tensor].count, betas[slot.tensor]);
+        Ok(())
+    }
+
+    pub(super) fn build(betas: &[f32], bucket: &Bucket, tensors: &[Tensor]) -> (Self, Vec<Memory>) {
+        let betas = bucket.slots.iter().map(|slot| betas[slot.tensor]);
         let memory = Memory::of_elements("momentum", Keeper::All, bucket, tensors);
-        Ok((Momentum { spans: bucket.slots.iter().map(span).collect() }, vec![memory]))
+        (Momentum { spans: spans(bucket, tensors).into_iter().zip(betas).collect() }, vec![memory])
     }
 
     pub(super) fn forward(&self, round: &Round<'_>, memory: &mut Memory) {

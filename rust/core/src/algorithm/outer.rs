@@ -46,18 +46,23 @@ pub(super) struct Outer {
 }
 
 impl Outer {
-    pub(super) fn build(lr: f64, momentum: f64, bucket: &Bucket, tensors: &[Tensor]) -> Result<(Self, Vec<Memory>)> {
+    /// Whether these make a step that converges.
+    pub(super) fn check(lr: f64, momentum: f64) -> Result<()> {
         if !(lr.is_finite() && lr > 0.0) {
             return Err(Error::invalid(format!("an outer learning rate of {lr}; try: 0.7, or 1 for the plain mean")));
         }
         if !(0.0..1.0).contains(&momentum) {
             return Err(Error::invalid(format!("an outer momentum of {momentum}; try: from 0 to under 1, e.g. 0.9")));
         }
+        Ok(())
+    }
+
+    pub(super) fn build(lr: f64, momentum: f64, bucket: &Bucket, tensors: &[Tensor]) -> (Self, Vec<Memory>) {
         let memories = match momentum > 0.0 {
             true => vec![Memory::of_elements("momentum", Keeper::All, bucket, tensors)],
             false => Vec::new(),
         };
-        Ok((Outer { spans: spans(bucket, tensors), lr: lr as f32, momentum: momentum as f32 }, memories))
+        (Outer { spans: spans(bucket, tensors), lr: lr as f32, momentum: momentum as f32 }, memories)
     }
 
     pub(super) fn run(&self, round: &Round<'_>, anchor: &mut Memory, memories: &mut [Memory]) {

@@ -12,6 +12,7 @@ use super::momentum::Momentum;
 use super::outer::{Difference, Outer};
 use super::replicas::Replicas;
 use super::select::Select;
+use super::step::begun;
 use super::{Description, Step, What, When};
 use crate::bucket::{Bucket, Tensor};
 use crate::buffer::{Buffer, Shaped};
@@ -122,6 +123,7 @@ impl Pipeline {
                 step.name()
             )));
         }
+        first.iter().chain(steps).try_for_each(|step| check(step, bucket.dtype, tensors))?;
         let mut pipeline = Pipeline { warmup: *warmup, first: first.len(), ..Pipeline::default() };
         if let Some(carrier) = carrier {
             let build = |steps| carrier.build(steps, bucket, tensors);
@@ -129,25 +131,26 @@ impl Pipeline {
             pipeline.places = spans(bucket, tensors);
             return Ok(pipeline);
         }
-        for step in first.iter().chain(steps) {
-            let stage = pipeline.stage(step, bucket, tensors, memory, group)?;
-            pipeline.stages.push(stage);
+        for list in [first, steps] {
+            for at in 0..list.len() {
+                let stage = pipeline.stage((list, at), bucket, tensors, memory, group)?;
+                pipeline.stages.push(stage);
+            }
         }
         Ok(pipeline)
     }
 
     fn stage(
         &self,
-        step: &Step,
+        (list, at): (&[Step], usize),
         bucket: &Bucket,
         tensors: &[Tensor],
         memory: &Storage,
         group: &Group,
     ) -> Result<Stage> {
-        if !matches!(step, Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. }) {
-            check_dtype(step, bucket.dtype)?;
-        }
-        let (work, memories) = match step {
+        // all stages of this list before
+        let before = self.stages.len() - at;
+        let (work, memories) = match &list[at] {
             Step::AllReduce { op, codec, feedback, seed, .. } => {
                 let (stage, memories) = AllReduce::build(*op, *codec, *feedback, *seed, bucket, tensors)?;
                 let buffer = Buffer::host(memory.start(), bucket.count, bucket.dtype);
@@ -155,7 +158,7 @@ impl Pipeline {
                 (Kind::AllReduce(stage), memories)
             }
             Step::Momentum { betas } => {
-                let (stage, memories) = Momentum::build(betas, bucket, tensors)?;
+                let (stage, memories) = Momentum::build(betas, bucket, tensors);
                 (Kind::Momentum(stage), memories)
             }
             Step::HostReduce => (Kind::HostReduce, Vec::new()),
@@ -164,23 +167,15 @@ impl Pipeline {
                 (Kind::Difference(stage), memories)
             }
             Step::Outer { lr, momentum } => {
-                let begun = self.stages.iter().rposition(|stage| matches!(stage.work, Kind::Difference(_)));
-                let missing = "the step Outer without Difference before it; try: [Difference(), AllReduce(), Outer()]";
-                let (stage, memories) = Outer::build(*lr, *momentum, bucket, tensors)?;
-                (Kind::Outer(stage, begun.ok_or_else(|| Error::invalid(missing))?), memories)
+                let (stage, memories) = Outer::build(*lr, *momentum, bucket, tensors);
+                (Kind::Outer(stage, before + begun(list, at)?), memories)
             }
             Step::Gossip { peers, seed } => (Kind::Gossip(Graph::new(*peers, group.hosts(), *seed)?), Vec::new()),
             Step::Replicas { peers, codec, gamma, seed } => {
                 let (stage, memories) = Replicas::build(*peers, *codec, *gamma, *seed, bucket, tensors, group)?;
                 (Kind::Replicas(stage), memories)
             }
-            Step::Gradient => {
-                let begun = self.stages.iter().rposition(|stage| matches!(stage.work, Kind::Momentum(_)));
-                let begun = begun.filter(|at| (*at < self.first) == (self.stages.len() < self.first));
-                let missing =
-                    "the step Gradient without Momentum before it; try: [Momentum(), AllReduce(), Gradient()]";
-                (Kind::Gradient(begun.ok_or_else(|| Error::invalid(missing))?), Vec::new())
-            }
+            Step::Gradient => (Kind::Gradient(before + begun(list, at)?), Vec::new()),
             Step::Select { ratio, .. } => {
                 let (stage, memories) = Select::build(*ratio, bucket, tensors)?;
                 (Kind::Select(stage), memories)
@@ -250,13 +245,19 @@ impl Pipeline {
         }
     }
 
-    /// Takes the weights in a bucket, which all ranks have alike, as where anchors and copies begin.
-    pub fn begin(&self, buffer: Buffer) {
+    /// Takes the weights in a bucket, which all ranks have alike, as where anchors and copies begin. On a device that is
+    /// enqueued after some events, and the event is its end.
+    pub fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Option<Arc<dyn Event>>> {
+        if let Some([first, rest]) = &self.carried {
+            first.begin(buffer, after)?;
+            return rest.begin(buffer, after).map(Some);
+        }
         for stage in &self.stages {
             if matches!(stage.work, Kind::Difference(_) | Kind::Replicas(_)) {
                 stage.memories().iter_mut().for_each(|memory| memory.take(buffer));
             }
         }
+        Ok(None)
     }
 
     /// What steps keep of a slot.
@@ -314,7 +315,14 @@ impl Stage {
     }
 }
 
-fn check_dtype(step: &Step, dtype: DType) -> Result<()> {
+/// Whether a step makes sense, wherever the bucket is.
+fn check(step: &Step, dtype: DType, tensors: &[Tensor]) -> Result<()> {
+    match step {
+        Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. } => return Ok(()),
+        Step::Momentum { betas } => Momentum::check(betas, tensors)?,
+        Step::Outer { lr, momentum } => Outer::check(*lr, *momentum)?,
+        _ => {}
+    }
     match dtype {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
         _ => Err(Error::invalid(format!(

@@ -2,7 +2,7 @@
 //!
 //! Weights do not become small while training converges, and encoded as they are they would stay as far apart as the codec's
 //! error. What is sent is a difference to something that both sides know, and it shrinks as training does. The ranks of a host
-//! first average among themselves and then do the same, bit by bit; nodes are hosts, with the weights Wᵢⱼ of [`Graph::fixed`].
+//! first average among themselves and then do the same, bit by bit; nodes are hosts, with the weights Wᵢⱼ of [`Mixing`].
 //!
 //! **Difference compression** (DCD, on a ring). Every node keeps its own weights w as the others know them, and those of its
 //! neighbours l and r. With x the weights after the optimizer's step:
@@ -29,6 +29,7 @@ use std::sync::Arc;
 
 use super::all_reduce::numbers;
 use super::memory::{Keeper, Memory, spans};
+use super::mixing::{Mixing, Rule};
 use super::pipeline::{Round, with_floats};
 use crate::bucket::{Bucket, Tensor};
 use crate::buffer::{Owned, Shaped};
@@ -36,28 +37,16 @@ use crate::call::Call;
 use crate::codec::Codec;
 use crate::coding::{Coding, Leg, mix};
 use crate::dtype::{DType, Op};
-use crate::graph::{Graph, Peers};
+use crate::graph::Peers;
 use crate::group::Group;
 use crate::{Error, Kind, Result};
 
 pub(super) struct Replicas {
-    rule: Rule,
-    /// The peer hosts in ascending order, and how much each counts.
-    peers: Vec<(usize, f32)>,
-    /// How much this host counts itself.
-    own: f32,
+    mixing: Mixing,
     codec: Option<&'static dyn Codec>,
     seed: u64,
     blocks: Arc<[u64]>,
     spans: Arc<[Range<usize>]>,
-}
-
-/// Where the weights go from what peers are known to have.
-enum Rule {
-    /// Difference compression; places of the left and the right neighbour among the peers.
-    Ring(usize, usize),
-    /// CHOCO, with its consensus step.
-    Choco(f32),
 }
 
 impl Replicas {
@@ -71,38 +60,12 @@ impl Replicas {
         group: &Group,
     ) -> Result<(Self, Vec<Memory>)> {
         let (hosts, (host, _)) = group.seats();
-        let masses: Vec<u32> = hosts.iter().map(|members| members.len() as u32).collect();
-        let graph = Graph::new(peers, hosts.len(), 0)?;
-        let mix = graph.fixed(&masses, host)?;
-        let weight = |node: usize| mix.terms.iter().find(|term| term.node == node).map_or(0.0, |term| term.weight());
-        let peer_hosts = mix.terms.iter().map(|term| term.node).filter(|node| *node != host);
-        let of_peers: Vec<(usize, f32)> = peer_hosts.map(|node| (node, weight(node) as f32)).collect();
-        let place = |node: usize| of_peers.iter().position(|(peer, _)| *peer == node).unwrap_or_default();
-        let rule = match gamma {
-            None if peers != Peers::Ring => {
-                return Err(Error::invalid(format!(
-                    "difference compression with peers {:?}, which would take a copy of each; try: peers=\"ring\", or a \
-                     gamma for CHOCO",
-                    peers.name()
-                )));
-            }
-            None => Rule::Ring(place((host + hosts.len() - 1) % hosts.len()), place((host + 1) % hosts.len())),
-            Some(gamma) if gamma > 0.0 && gamma <= 1.0 => Rule::Choco(gamma as f32),
-            Some(gamma) => {
-                return Err(Error::invalid(format!("a consensus step gamma of {gamma}; try: over 0 and up to 1")));
-            }
-        };
-        let memory = |name| Memory::of_elements(name, Keeper::Each, bucket, tensors);
-        let memories = match rule {
-            Rule::Ring(..) => vec![memory("own"), memory("left"), memory("right")],
-            Rule::Choco(_) => vec![memory("own"), memory("sum")],
-        };
+        let ranks: Vec<u32> = hosts.iter().map(|members| members.len() as u32).collect();
+        let mixing = Mixing::new(peers, gamma, &ranks, host)?;
+        let memory = |name: &&str| Memory::of_elements(name, Keeper::Each, bucket, tensors);
+        let memories = mixing.copies().iter().map(memory).collect();
         let blocks = codec.map_or(Arc::from([]), |codec| numbers(bucket, tensors, codec.block()));
-        let own = weight(host) as f32;
-        Ok((
-            Replicas { rule, peers: of_peers, own, codec, seed, blocks, spans: spans(bucket, tensors).into() },
-            memories,
-        ))
+        Ok((Replicas { mixing, codec, seed, blocks, spans: spans(bucket, tensors).into() }, memories))
     }
 
     pub(super) fn run(&self, round: &Round<'_>, memories: &mut [Memory]) -> Result<()> {
@@ -111,7 +74,7 @@ impl Replicas {
             let tensor = Shaped { buffer: round.buffer, shape: vec![round.buffer.count as u64] };
             round.call(Call::HostReduce { tensor, op: Op::Mean })?;
         }
-        if self.peers.is_empty() {
+        if self.mixing.peers.is_empty() {
             return Ok(());
         }
         let coding = self.codec.map(|codec| Coding {
@@ -147,9 +110,9 @@ impl Replicas {
         let mut told: Vec<f32> = Vec::new();
         for (slot, range) in self.spans.iter().enumerate() {
             told.clear();
-            with_floats(round.buffer, range.clone(), |values| match (&self.rule, &mut *memories) {
-                (Rule::Ring(left, right), [own, l, r]) => {
-                    let (a, b) = (self.peers[*left].1, if left == right { 0.0 } else { self.peers[*right].1 });
+            with_floats(round.buffer, range.clone(), |values| match (&self.mixing.rule, &mut *memories) {
+                (Rule::Ring(..), [own, l, r]) => {
+                    let (a, b) = self.mixing.draws();
                     let known = own.slot(slot).iter().zip(l.slot(slot)).zip(r.slot(slot));
                     told.extend(values.iter().zip(known).map(|(x, ((w, l), r))| (x - w) + a * (*l - w) + b * (*r - w)));
                 }
@@ -172,13 +135,13 @@ impl Replicas {
         let block = Shaped { shape: outgoing.shape.clone(), buffer: outgoing.buffer() };
         let ranks = round.group.ranks();
         let to = |(host, _): &(usize, f32)| (ranks[hosts[*host][seat]], block.clone());
-        let blocks = if seat < carriers { self.peers.iter().map(to).collect() } else { Vec::new() };
+        let blocks = if seat < carriers { self.mixing.peers.iter().map(to).collect() } else { Vec::new() };
         let received = round.call(Call::Exchange { blocks, step: round.step })?;
-        let mut theirs = Owned::new(DType::U8, vec![(mine.len() * self.peers.len()) as u64]);
+        let mut theirs = Owned::new(DType::U8, vec![(mine.len() * self.mixing.peers.len()) as u64]);
         for (at, block) in received.iter().enumerate() {
             if block.bytes().len() != outgoing.bytes().len() {
                 let message = "encoded weights of another length; try: the same version on every rank";
-                let rank = Some(ranks[hosts[self.peers[at].0][seat]]);
+                let rank = Some(ranks[hosts[self.mixing.peers[at].0][seat]]);
                 return Err(Error { rank, ..Error::new(Kind::BadFrame, message) });
             }
             scatter(block.bytes(), &carried, &mut theirs.bytes_mut()[at * mine.len()..][..mine.len()]);
@@ -209,16 +172,16 @@ impl Replicas {
             let place = &wire.places[slot];
             news.resize(range.len(), 0.0);
             wire.decode(&mine[place.clone()], range, &mut news);
-            match self.rule {
+            match self.mixing.rule {
                 Rule::Ring(..) => add(memories[0].slot(slot), &news, 1.0),
                 Rule::Choco(_) => {
                     add(memories[0].slot(slot), &news, 1.0);
-                    add(memories[1].slot(slot), &news, self.own);
+                    add(memories[1].slot(slot), &news, self.mixing.own);
                 }
             }
-            for (at, (_, weight)) in self.peers.iter().enumerate() {
+            for (at, (_, weight)) in self.mixing.peers.iter().enumerate() {
                 wire.decode(&theirs[at * mine.len()..][place.clone()], range, &mut news);
-                match self.rule {
+                match self.mixing.rule {
                     Rule::Ring(left, right) => {
                         for (memory, _) in [(1, left), (2, right)].into_iter().filter(|(_, side)| *side == at) {
                             add(memories[memory].slot(slot), &news, 1.0);
@@ -227,7 +190,7 @@ impl Replicas {
                     Rule::Choco(_) => add(memories[1].slot(slot), &news, *weight),
                 }
             }
-            with_floats(round.buffer, range.clone(), |values| match (&self.rule, &mut *memories) {
+            with_floats(round.buffer, range.clone(), |values| match (&self.mixing.rule, &mut *memories) {
                 (Rule::Choco(gamma), [own, sum]) => {
                     for ((value, own), sum) in values.iter_mut().zip(own.slot(slot)).zip(sum.slot(slot)) {
                         *value += gamma * (*sum - *own);

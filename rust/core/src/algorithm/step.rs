@@ -6,6 +6,7 @@ use super::apply::Function;
 use crate::codec::Codec;
 use crate::dtype::Op;
 use crate::graph::Peers;
+use crate::{Error, Result};
 
 /// One word of an algorithm: what is done with a bucket.
 #[derive(Clone, Debug)]
@@ -84,6 +85,21 @@ pub enum Step {
         /// Names of what it keeps for each element.
         states: Vec<String>,
     },
+}
+
+/// The step of a list that the `at`-th ends: the last `Momentum` before a `Gradient`, the last `Difference` before an
+/// `Outer`.
+pub fn begun(list: &[Step], at: usize) -> Result<usize> {
+    let ends_difference = matches!(list[at], Step::Outer { .. });
+    let is_it = |step: &Step| match ends_difference {
+        true => matches!(step, Step::Difference),
+        false => matches!(step, Step::Momentum { .. }),
+    };
+    let missing = match ends_difference {
+        true => "the step Outer without Difference before it; try: [Difference(), AllReduce(), Outer()]",
+        false => "the step Gradient without Momentum before it; try: [Momentum(), AllReduce(), Gradient()]",
+    };
+    list[..at].iter().rposition(is_it).ok_or_else(|| Error::invalid(missing))
 }
 
 impl Step {

@@ -6,7 +6,7 @@ use offbeat_transport::Interrupt;
 use super::built::Built;
 use super::{Shared, State};
 use crate::Result;
-use crate::algorithm::{Carrier, Stream};
+use crate::algorithm::{Carrier, Stream, What};
 use crate::call::Call;
 use crate::event::{Event, Queue, Ticket};
 use crate::group::Work;
@@ -43,6 +43,10 @@ impl Shared {
             found == 0 && round + REMEMBERED > step
         });
         self.tally.add(0, 0, bad);
+        if self.description.what != What::Gradients {
+            // nobody is told of weights: each rank knows of what it has met itself
+            state.afterwards.known = bad > 0;
+        }
         Ok(())
     }
 

@@ -285,9 +285,12 @@ impl Scheduler {
         state.non_finite = non_finite;
         // weights always have a value, and nobody waits for ranks that are not its peers
         if let Some(tensor) = apart.filter(|_| shared.description.what == algorithm::What::Gradients) {
-            let waits = !state.absent.is_empty();
+            let (waits, step) = (!state.absent.is_empty(), state.step);
             drop(state);
-            let call = Call::AllReduce { tensor, op: Op::Bor, coding: None };
+            let call = match shared.description.stays_inside(step) {
+                true => Call::HostReduce { tensor, op: Op::Bor },
+                false => Call::AllReduce { tensor, op: Op::Bor, coding: None },
+            };
             match &shared.carrier {
                 None => drop(shared.call(call, None, interrupt)?),
                 Some(_) => shared.tell(&built, call, waits, interrupt)?,
@@ -416,12 +419,18 @@ impl Scheduler {
         }
     }
 
-    /// Takes the weights that lie in the buckets, which all ranks have alike, as where anchors and copies begin.
-    pub fn begin(&self) {
-        let built = self.0.built();
+    /// Takes the weights that lie in the buckets, which all ranks have alike, as where anchors and copies begin. Where buckets
+    /// are on a device, a stream has written them, and waits before it writes others there.
+    pub fn begin(&self, stream: Stream) -> Result<()> {
+        let (built, carrier) = (self.0.built(), self.0.carrier.as_deref());
+        let after: Vec<_> = carrier.map(|carrier| carrier.mark(stream)).transpose()?.into_iter().collect();
         for (bucket, pipeline) in built.pipelines.iter().enumerate() {
-            pipeline.begin(built.buffer(bucket));
+            let end = pipeline.begin(built.buffer(bucket), &after)?;
+            if let (Some(carrier), Some(end)) = (carrier, end) {
+                carrier.wait(stream, &*end)?;
+            }
         }
+        Ok(())
     }
 
     /// What steps keep of a tensor, between rounds.
