@@ -91,6 +91,30 @@ impl Stream {
         self.device.with("a copy", || unsafe { result::memcpy_dtod_async(to, from, bytes, self.raw) })
     }
 
+    /// Copies to pinned memory of the host; nothing waits for it.
+    ///
+    /// # Safety
+    /// Both are `bytes` long and stay until the copy is done, and nobody touches `to` before.
+    pub unsafe fn fetch(&self, from: Address, to: *mut u8, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        self.device.with("a copy", || unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.raw).result() })
+    }
+
+    /// Copies from pinned memory of the host; nothing waits for it.
+    ///
+    /// # Safety
+    /// Both are `bytes` long and stay until the copy is done, and nobody writes to `from` before.
+    pub unsafe fn send(&self, from: *const u8, to: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        self.device.with("a copy", || unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw).result() })
+    }
+
     /// Copies to the device. The driver has read the bytes when this returns; not for the inside of a step.
     ///
     /// # Safety
