@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
-use offbeat_core::event::Event;
+use offbeat_core::event::{self, Event};
 use offbeat_core::{Error, Interrupt, Kind, Result};
 
 use crate::device::Device;
@@ -48,13 +48,18 @@ impl Stream {
     ///
     /// # Safety
     /// The stream is of this device and outlives what is returned.
-    pub unsafe fn borrow(device: &Arc<Device>, raw: u64) -> Arc<Self> {
+    pub unsafe fn borrow(device: &Arc<Device>, raw: event::Stream) -> Arc<Self> {
         Arc::new(Stream { device: Arc::clone(device), raw: raw as sys::CUstream, ours: false })
     }
 
     /// Its device.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    /// By what others know it.
+    pub fn handle(&self) -> event::Stream {
+        self.raw as event::Stream
     }
 
     pub(crate) fn raw(&self) -> sys::CUstream {

@@ -7,6 +7,13 @@ import signal
 import time
 
 import pytest
+from gpu import building
+
+# the doubles are built when they are first asked for
+NEEDS_DOUBLES = [
+    pytest.mark.skipif(building.missing() is not None, reason=str(building.missing())),
+    pytest.mark.timeout(300),
+]
 
 ALGORITHMS = [
     ("AsyncModelAverage", {"period": 0.01}),
@@ -20,6 +27,8 @@ ALGORITHMS = [
 
 
 def script():
+    """Trains for a while; the plan says who goes, and who is slow. On doubles of a GPU, if there are any."""
+    import contextlib
     import json
     import os
     import signal
@@ -33,6 +42,11 @@ def script():
 
     name, options, plan = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     offbeat.init(timeout=20.0)
+    place = contextlib.ExitStack()
+    if "DOUBLES" in os.environ:
+        from standin import Double, in_place_of_a_gpu
+
+        place.enter_context(in_place_of_a_gpu(Double()))
     rank = offbeat.rank()
     torch.manual_seed(1)
     model = nn.Linear(200, 50)
@@ -64,23 +78,28 @@ def script():
     offbeat.shutdown()
 
 
-def start(ranks, name, options, plan, world=4, hosts="aabb"):
+def start(ranks, name, options, plan, world=4, hosts="aabb", env=None):
     arguments = [name, json.dumps(options), json.dumps(plan)]
-    return ranks.start(script, world, args=arguments, per_rank=lambda rank: {"OFFBEAT_HOST": hosts[rank]})
+    return ranks.start(script, world, args=arguments, env=env, per_rank=lambda rank: {"OFFBEAT_HOST": hosts[rank]})
 
 
 def run(ranks, name, options, plan, world=4, hosts="aabb"):
     return start(ranks, name, options, plan, world, hosts).wait(60, check=False)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=NEEDS_DOUBLES)])
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS)
-def test_a_killed_rank_is_reported_once_and_the_others_train_on(ranks, name, options):
+def test_a_killed_rank_is_reported_once_and_the_others_train_on(ranks, request, name, options, place):
     jobs = []
     for seed in range(3):
         chance = random.Random(f"{name}{options}{seed}")
         victim, how = chance.randrange(4), chance.choice(["SIGKILL", "SIGKILL", "raise"])
         plan = {"seconds": 2.0, "goes": {str(victim): chance.randrange(1, 60)}, "how": how}
-        jobs.append((start(ranks, name, options, plan), plan, victim))
+        env = {} if place == "cpu" else {"DOUBLES": str(request.getfixturevalue("doubles"))}
+        if place == "gpu" and seed:
+            # torch's stream, or ours
+            env["FAKECUDA_SCHED"] = str(seed)
+        jobs.append((start(ranks, name, options, plan, env=env), plan, victim))
     for job, plan, victim in jobs:
         for rank in job.wait(60, check=False).ranks:
             if rank.rank == victim:
