@@ -18,6 +18,7 @@ ALGORITHMS: dict[str, tuple[offbeat.Algorithm, float]] = {
     "qsgd": (algorithms.QSGD(), 0.1),
     "local_sgd, every step": (algorithms.LocalSGD(every=1), 1e-3),
     "decentralized, all": (algorithms.Decentralized(peers="all"), 1e-3),
+    "async_server, staleness 0": (algorithms.AsyncServer(staleness=0), 1e-3),
 }
 
 
@@ -68,6 +69,8 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
         seconds = train(model, optimizer, rank, device)
+        # nobody leaves while others still need it for a step
+        offbeat.barrier()
         optimizer.remove()
         far = float((flat(model) - exact).norm() / (exact - begin).norm())
         rows.append((name, seconds, far, far <= bound))

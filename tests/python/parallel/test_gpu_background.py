@@ -176,7 +176,7 @@ def resumed():
             assert all(same), (algorithm, stop, same)
             end(optimizer)
 
-        for stop in (1, 5):
+        for stop in (0, 1, 5):
             with in_place_of_a_gpu(double):
                 file = save(stop, 0)
                 go_on(stop, file)
