@@ -119,3 +119,14 @@ def in_place_of_a_gpu(double: Double) -> Iterator[None]:
     finally:
         hooks.fill = before
         del devices.KINDS["cpu"]
+
+
+@contextlib.contextmanager
+def where_it_is_asked_for() -> Iterator[Double | None]:
+    """On the doubles if the test names them (`DOUBLES`), on the CPU otherwise: one script for both."""
+    if "DOUBLES" not in os.environ:
+        yield None
+        return
+    double = Double()
+    with in_place_of_a_gpu(double):
+        yield double

@@ -55,8 +55,8 @@ pub(crate) fn allocate(function: &Py<PyAny>, count: usize, dtype: DType, stream:
     match made {
         Ok(tensor) => Ok(Arc::new(tensor)),
         Err(error) => Err(Error::unsupported(format!(
-            "no memory on the device for {count} {dtype} to be exchanged: {error}; try: smaller batches, or a smaller \
-             bucket_bytes"
+            "no memory on the device for {count} {dtype} to be exchanged: {error}; try: smaller batches{}",
+            if stream.is_some() { ", or a smaller bucket_bytes" } else { "" }
         ))),
     }
 }

@@ -7,13 +7,6 @@ import signal
 import time
 
 import pytest
-from gpu import building
-
-# the doubles are built when they are first asked for
-NEEDS_DOUBLES = [
-    pytest.mark.skipif(building.missing() is not None, reason=str(building.missing())),
-    pytest.mark.timeout(300),
-]
 
 ALGORITHMS = [
     ("AsyncModelAverage", {"period": 0.01}),
@@ -36,17 +29,14 @@ def script():
     import time
 
     import torch
+    from standin import where_it_is_asked_for
     from torch import nn
 
     import offbeat
 
     name, options, plan = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     offbeat.init(timeout=20.0)
-    place = contextlib.ExitStack()
-    if "DOUBLES" in os.environ:
-        from standin import Double, in_place_of_a_gpu
-
-        place.enter_context(in_place_of_a_gpu(Double()))
+    contextlib.ExitStack().enter_context(where_it_is_asked_for())
     rank = offbeat.rank()
     torch.manual_seed(1)
     model = nn.Linear(200, 50)
@@ -87,7 +77,7 @@ def run(ranks, name, options, plan, world=4, hosts="aabb"):
     return start(ranks, name, options, plan, world, hosts).wait(60, check=False)
 
 
-@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=NEEDS_DOUBLES)])
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.timeout(300))])
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS)
 def test_a_killed_rank_is_reported_once_and_the_others_train_on(ranks, request, name, options, place):
     jobs = []

@@ -1,6 +1,7 @@
 """Exchanges in the background of models on a GPU, on doubles of libcuda and libnccl with CPU tensors as device memory:
 the bits of the CPU's path where every step waits for its exchange, on all schedules of streams; no waits of the host
-where none does; nothing left behind. Ranks that are lost: `test_async_failures.py`."""
+where none does; nothing left behind. Ranks that are lost: `test_async_failures.py`; pauses:
+`test_async_steps.py`."""
 
 import pytest
 from gpu import building
@@ -191,71 +192,6 @@ def resumed():
 def test_checkpoints_go_from_one_path_to_the_other(train, lazy):
     job = train(resumed, "aab", CODED[0], CODED[1], CODED[2], WARM[0], FAKECUDA_SCHED=lazy)
     assert all("begin anew" not in rank.err for rank in job.ranks), job.report()
-
-
-def pausing():
-    """Without steps of their own, what pairs give each other keeps the sum, whoever pauses when; and a pause leaves the
-    weights alone. Then one model is made of all."""
-    import sys
-    import time
-
-    import torch
-    from gpu_training import leave
-    from standin import Double, in_place_of_a_gpu
-
-    import offbeat
-
-    offbeat.init(timeout=20.0)
-    me, double = offbeat.rank(), Double()
-    with in_place_of_a_gpu(double):
-        model = torch.nn.Linear(40, 30)
-        algorithm = eval(sys.argv[1], vars(offbeat.algorithms))
-        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, algorithm)
-
-        def whole():
-            rows = offbeat.all_gather(torch.cat([p.detach().reshape(-1).double() for p in model.parameters()]))
-            return torch.stack(rows)
-
-        with torch.no_grad():
-            model.weight += torch.linspace(-1, 1, 1200).view(30, 40) * (me + 1)
-        before = whole()
-        for turn in range(40 + 10 * me):
-            for _ in range(turn % 3):
-                model(torch.ones(2, 40)).sum().backward()
-                optimizer.step()
-                time.sleep(0.002)
-            optimizer.pause()
-            seen = [p.clone() for p in model.parameters()]
-            time.sleep(0.003 * (turn % 4))
-            assert all(torch.equal(a, b) for a, b in zip(seen, model.parameters(), strict=True))
-            if turn % 5:
-                optimizer.resume()
-        optimizer.pause()
-        offbeat.barrier()
-        rounds = -1
-        while rounds != (rounds := sum(offbeat.all_gather_object(offbeat.stats()["models"][0]["syncs"]))):
-            time.sleep(0.2)
-        optimizer.resume()
-        optimizer._offbeat.replica.drain()
-        after = whole()
-        assert offbeat.stats()["models"][0]["background"]["syncs"] > 0
-        assert float((after - before).abs().max()) > 0.1, "ranks have met"
-        assert float((after.sum(0) - before.sum(0)).abs().max()) < 1e-4
-        apart = offbeat.consolidate(model)
-        rows = whole()
-        assert 0 <= apart < 1
-        assert bool((rows == rows[0]).all())
-        # rounds that came in between are part of it
-        assert float((rows.mean(0) - before.mean(0)).abs().max()) < 1e-3
-        offbeat.barrier()
-        optimizer.remove()
-    leave(double)
-
-
-@pytest.mark.parametrize("codec", [None, "modular"])
-@pytest.mark.parametrize("lazy", [0b00, 0b01, 0b10, 0b11])
-def test_pauses_lose_nothing_and_ranks_consolidate(train, codec, lazy):
-    train(pausing, "aab", f"AsyncGossip(period=0.003, codec={codec!r})", FAKECUDA_SCHED=lazy)
 
 
 def failing():
