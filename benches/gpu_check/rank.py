@@ -23,6 +23,7 @@ ALGORITHMS: dict[str, tuple[offbeat.Algorithm, float]] = {
         algorithms.LowPrecisionDecentralized(peers="all", codec=None, gamma=1.0),
         1e-3,
     ),
+    "async_server, staleness 0": (algorithms.AsyncServer(staleness=0), 1e-3),
 }
 
 
@@ -73,6 +74,8 @@ def main() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
         seconds = train(model, optimizer, rank, device)
+        # nobody leaves while others still need it for a step
+        offbeat.barrier()
         optimizer.remove()
         far = float((flat(model) - exact).norm() / (exact - begin).norm())
         rows.append((name, seconds, far, far <= bound))

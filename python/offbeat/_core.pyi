@@ -129,14 +129,18 @@ class Background:
     """A model's exchanges in the background, on snapshots of all its parameters in one flat float32 tensor.
 
     At a safe point `look` says what there is to do: "snapshot" (copy the parameters, then `taken`), "apply" (add the
-    delta, then `applied`), "skip" (`applied` at once), or None.
+    delta, then `applied`), "skip" (`applied` at once), or None. On a GPU weights are copied and deltas added on a
+    stream of the caller's, and the core is told which.
     """
 
     def start(self) -> None: ...  # what is in the snapshot counts as what all began with
     @property
     def places(self) -> list[int]: ...  # the first element of each tensor
-    def memory(self) -> tuple[object, object]: ...  # DLPack capsules of snapshot and delta
+    def memory(self) -> tuple[object, object]: ...  # snapshot and delta: DLPack capsules, or the tensors that were lent
     def look(self) -> str | None: ...
+    def fetch(self, stream: int = 0, /) -> None: ...  # weights were copied on this stream
+    def land(self, stream: int = 0, /) -> None: ...  # before the delta is added on this stream, which waits for it
+    def landed(self, stream: int = 0, /) -> None: ...  # it was added
     def taken(self, clock: int) -> None: ...  # steps made before it
     def applied(self) -> None: ...
     # until there is something to do; None if there never will be, or, with only_results, if nothing is under way
@@ -188,7 +192,7 @@ class Runtime:
     def lanes(self, *, flat: bool, one: bool = False) -> list[Group]: ...
     # connects the GPUs of all members; `allocate` gives memory for a bucket, all zero: elements, dtype, and the stream
     # that uses it
-    def carrier(self, group: Group, device: int, allocate: Callable[[int, str, int], Tensor]) -> Carrier: ...
+    def carrier(self, group: Group, device: int, allocate: Callable[[int, str, int | None], Tensor]) -> Carrier: ...
     def scheduler(
         self,
         lanes: Sequence[Group],
@@ -212,6 +216,7 @@ class Runtime:
         arguments: dict[str, object],
         *,
         period: float | None,
+        device: tuple[int, Callable[[int, str, int | None], Tensor]] | None = None,  # as for a carrier
     ) -> Background: ...
     # one outcome for all ranks that are left, whoever is lost: before calls in groups; when these have ended well; or
     # else what the others hand in (bytes by rank), or None if one of them says that they have ended well there

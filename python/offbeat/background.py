@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
 from . import _core, agreement, counters, devices, hooks, owners, replica, resuming, runtime
 from .algorithms import GradientAllReduce
 from .asynchronous import Background
 from .errors import InvalidArgument, Timeout, Unsupported
+from .snapshots import Snapshots
 
 
 class BackgroundReplica:
@@ -43,12 +43,6 @@ class BackgroundReplica:
                 f"check_every={check_every} compares parameters that {algorithm.name} lets differ; leave it out, and "
                 "look at the spread in offbeat.stats()"
             )
-        if devices.of(named) is not None:
-            raise Unsupported(
-                f"{algorithm.name} works in the background on the CPU only, and {named[0][0]} is on "
-                f"{named[0][1].device}; try model.cpu() before wrapping, or an algorithm for GPUs: allreduce, "
-                "bytegrad, qsgd, local_sgd, decentralized"
-            )
         self.number = next(replica._numbers)
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.takeover = None
@@ -62,10 +56,8 @@ class BackgroundReplica:
         self._clock = self._taken = self._synced = 0
         self._named = list(named)
         self._first: replica.Replica | None = None
+        self._snapshots: Snapshots | None = None
         self._core: _core.Background | None = None
-        self._snapshots: list[Tensor] = []
-        self._deltas: list[Tensor] = []
-        self._parameters: list[Tensor] = []
         # Whether the thread runs, and whether the snapshot is what exchanges begin with.
         self._started = self._seeded = self._paused = False
         # Whether this rank takes part no more.
@@ -98,10 +90,12 @@ class BackgroundReplica:
         owners.claim(self, self._named)
         agreement.refuse_sparse(self._named)
         devices.refuse_elsewhere(self._named)
+        device = devices.of(self._named)
+        devices.agree(device)
         for name, tensor in self._named:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
                 raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try float32")
-        self._parameters = [tensor for _, tensor in self._named]
+        parameters = [tensor for _, tensor in self._named]
         group = self._group = runtime.current().lanes(flat=False)[0]
         lines = [f"algorithm {self.algorithm}", agreement.describe_optimizer(self.optimizer)]
         agreement.compare(group, "settings", lines)
@@ -112,16 +106,11 @@ class BackgroundReplica:
             others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in ignored]
             everything = {id(tensor): tensor for _, tensor in (*others, *buffers, *self._named)}
             agreement.broadcast_tensors(group, everything.values(), 0)
-            agreement.broadcast_optimizer(group, self.optimizer, 0, self._parameters)
+            agreement.broadcast_optimizer(group, self.optimizer, 0, parameters)
         method, arguments = self.algorithm.method()
-        counts = [hooks.elements(tensor) for tensor in self._parameters]
-        self._core = runtime.current().background(group, counts, method, arguments, period=self.algorithm.period)
-        flats = [from_dlpack(capsule) for capsule in self._core.memory()]
-        views = [
-            [hooks.places(flat, p, place) for p, place in zip(self._parameters, self._core.places, strict=True)]
-            for flat in flats
-        ]
-        self._snapshots, self._deltas = views
+        period = self.algorithm.period
+        self._snapshots = Snapshots(group, parameters, method, arguments, period=period, device=device)
+        self._core = self._snapshots.core
         self._started = self._seeded = self._left = False
         self._clock = self._taken = self._synced = 0
 
@@ -147,8 +136,7 @@ class BackgroundReplica:
         if self._core is not None:
             self._core.stop()
         owners.release(self, self._named)
-        self._first = self._core = None
-        self._snapshots, self._deltas = [], []
+        self._first = self._snapshots = self._core = None
         counters.models.pop(self.number, None)
 
     def refresh(self, named: Sequence[tuple[str, Tensor]]) -> None:
@@ -176,8 +164,8 @@ class BackgroundReplica:
         self._seed()
 
     def _seed(self) -> None:
-        if self._core is not None and not self._seeded:
-            self._copy()
+        if self._snapshots is not None and not self._seeded:
+            self._snapshots.copy()
             self._seeded = True
 
     def step_ended(self) -> None:
@@ -187,66 +175,58 @@ class BackgroundReplica:
         if self._first is not None:
             self._end_warmup()
             return
-        core = self._core
+        snapshots = self._snapshots
         self._clock += 1
-        if core is None or self._paused:
+        if snapshots is None or self._paused:
             return
+        core = snapshots.core
         if not self._started:
             core.start()
             self._started = True
         task = core.look()
         while task is not None:
-            self._do(core, task)
+            self._do(snapshots, task)
             task = core.look() if task == "apply" else None
         while self.staleness is not None and self._clock - self._synced > self.staleness:
             task = core.wait(only_results=False)
             if task is None:  # nobody is left to wait for
                 break
-            self._do(core, task)
+            self._do(snapshots, task)
 
-    def _do(self, core: _core.Background, task: str) -> None:
+    def _do(self, snapshots: Snapshots, task: str) -> None:
+        snapshots.do(task, self._clock)
         if task == "snapshot":
-            self._copy()
             self._taken = self._clock
-            core.taken(self._clock)
-            return
-        if task == "apply":
-            with torch.no_grad():
-                torch._foreach_add_(self._parameters, self._deltas)
-        self._synced = self._taken
-        core.applied()
-
-    def _copy(self) -> None:
-        with torch.no_grad():
-            torch._foreach_copy_(self._snapshots, self._parameters)
+        else:
+            self._synced = self._taken
 
     def drain(self) -> None:
         """Waits for the round under way, if there is one, and adds what came of it."""
-        core = self._core
-        if core is None or not self._started or self._paused:
+        snapshots = self._snapshots
+        if snapshots is None or not self._started or self._paused:
             return
         # what takes longer is added later: the parameters are a valid state without it
         with contextlib.suppress(Timeout):
-            task = core.wait(only_results=True)
+            task = snapshots.core.wait(only_results=True)
             if task is not None:
-                self._do(core, task)
+                self._do(snapshots, task)
 
     def pause(self) -> None:
         """Leaves the parameters alone until `resume`. Meanwhile a copy stands for the model in rounds of others;
         what comes of these is added after."""
-        core, was_paused = self._core, self._paused
+        snapshots, was_paused = self._snapshots, self._paused
         self._paused = True
-        if core is None or was_paused:
+        if snapshots is None or was_paused:
             return
-        held = False
+        core, held = snapshots.core, False
         # a result may come in between
         for _ in range(2):
             task = core.look()
             if task is not None and task != "snapshot":
-                self._do(core, task)
+                self._do(snapshots, task)
             held = held or core.hold()
         if held:
-            self._copy()
+            snapshots.copy()
         core.pause(self._clock)
 
     def resume(self) -> None:
@@ -332,10 +312,10 @@ class BackgroundReplica:
             "rank": runtime.rank(),
             "step": self.step,
         }
-        if self._core is None:
+        if self._snapshots is None or self._core is None:
             return state
         if not self._seeded:
-            self._copy()
+            self._snapshots.copy()
         number, living, kept = resuming.save(self._core, self._names())
         rounds, dropped, *_ = self._core.progress()
         return state | {

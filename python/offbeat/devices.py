@@ -21,7 +21,8 @@ class Device(Protocol):
     @property
     def index(self) -> int: ...
     def current_stream(self) -> int: ...  # the handle of torch's, on the calling thread
-    def zeros(self, count: int, dtype: str, stream: int) -> Tensor: ...  # that a stream of ours uses too
+    # that a stream of ours uses too; without one, whoever asks keeps it until that is done with it
+    def zeros(self, count: int, dtype: str, stream: int | None) -> Tensor: ...
     def joined(self) -> None: ...  # when the current stream has been told to wait
 
 
@@ -35,11 +36,12 @@ class Cuda:
         """The handle of the current stream, which in a hook is that of the gradient."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
-    def zeros(self, count: int, dtype: str, stream: int) -> Tensor:
-        """Memory for a bucket; torch does not give it to anybody else before our stream is done with it."""
+    def zeros(self, count: int, dtype: str, stream: int | None) -> Tensor:
+        """Memory to exchange; torch does not give it to anybody else before our stream is done with it."""
         flat = torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
-        ours = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
-        flat.record_stream(ours)
+        if stream is not None:
+            ours = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
+            flat.record_stream(ours)
         # made between rounds; whoever writes to it first may be on another stream
         torch.cuda.current_stream(self.device).synchronize()
         return flat

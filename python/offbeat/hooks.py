@@ -157,9 +157,9 @@ class Slot:
             )
 
 
-def fill(views: list[Tensor], gradients: list[Tensor]) -> None:
-    """Copies gradients to where they belong, on torch's current stream."""
-    torch._foreach_copy_(views, gradients)
+def fill(views: list[Tensor], tensors: list[Tensor]) -> None:
+    """Copies gradients or weights to where they are exchanged from, on torch's current stream."""
+    torch._foreach_copy_(views, tensors)
 
 
 def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:

@@ -6,11 +6,10 @@ training thread still waits for each round: it hands a copy of the parameters ov
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from . import _core, hooks, runtime
+from . import _core
+from .snapshots import Snapshots
 from .steps import Gossip, Replicas
 
 # Seconds between rounds that the thread would begin by itself: it never does.
@@ -21,39 +20,28 @@ class Survivors:
     """The rounds of those that are left. Members that are lost later are dropped from the graph by the core."""
 
     def __init__(self, group: _core.Group, parameters: Sequence[Tensor], step: Gossip | Replicas) -> None:
-        self.parameters = list(parameters)
         modular = isinstance(step, Replicas) and step.codec is not None
         arguments: dict[str, object] = {"peers": step.peers, "seed": step.seed, "modular": modular}
-        counts = [hooks.elements(parameter) for parameter in self.parameters]
         # the group is needed for its number only, which is the same on all ranks
-        self._core = runtime.current().background(group, counts, "stepwise", arguments, period=NEVER)
-        flats = [from_dlpack(capsule) for capsule in self._core.memory()]
-        self._snapshots, self._deltas = (
-            [hooks.places(flat, p, place) for p, place in zip(self.parameters, self._core.places, strict=True)]
-            for flat in flats
-        )
+        self._snapshots = Snapshots(group, parameters, "stepwise", arguments, period=NEVER)
+        self._core = self._snapshots.core
         self._resting = False
         self._core.start()
 
     def start(self, number: int) -> bool:
         """Begins a round, which has this number on all ranks; False if nobody else is left."""
         self.resume()
-        # nothing is under way, so this is what the thread asks for first
-        if self._core.wait(only_results=False) is None:
-            return False
-        with torch.no_grad():
-            torch._foreach_copy_(self._snapshots, self.parameters)
-        self._core.taken(number)
-        return True
+        # nothing is under way, so this is for a snapshot, which is what the thread asks for first
+        task = self._core.wait(only_results=False)
+        if task is not None:
+            self._snapshots.do(task, number)
+        return task is not None
 
     def land(self) -> bool:
         """Waits for the round, and adds what came of it; False if nothing did."""
         task = self._core.wait(only_results=False)
-        if task == "apply":
-            with torch.no_grad():
-                torch._foreach_add_(self.parameters, self._deltas)
         if task is not None:
-            self._core.applied()
+            self._snapshots.do(task, 0)
         return task == "apply"
 
     def rest(self) -> None:
@@ -80,4 +68,3 @@ class Survivors:
     def remove(self) -> None:
         """Says goodbye to the others."""
         self._core.stop()
-        self._snapshots, self._deltas = [], []

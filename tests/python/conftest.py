@@ -400,3 +400,33 @@ def netlab(tmp_path: Path) -> Iterator[Netlab]:
     launcher = Netlab(tmp_path)
     yield launcher
     launcher.close()
+
+
+@pytest.fixture(scope="session")
+def doubles() -> Path:
+    """The folder with doubles of libcuda and libnccl."""
+    from gpu import building
+
+    if building.missing() is not None:
+        pytest.skip(str(building.missing()))
+    return building.build()
+
+
+@pytest.fixture
+def train(ranks: Ranks, doubles: Path) -> Callable[..., Job]:
+    """Runs a script of ranks on the doubles: their hosts, arguments, and variables of the environment."""
+
+    def run(script: Script, hosts: str, *args: str, **env: object) -> Job:
+        env = {"DOUBLES": str(doubles), **{name: str(value) for name, value in env.items()}}
+        options = {key: env.pop(key) for key in ("check", "timeout") if key in env}
+        return ranks(
+            script,
+            len(hosts),
+            env=env,
+            args=args,
+            per_rank=lambda rank: {"OFFBEAT_HOST": hosts[rank]},
+            timeout=float(options.get("timeout", 100)),
+            check=options.get("check") != "False",
+        )
+
+    return run

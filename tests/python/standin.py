@@ -96,7 +96,7 @@ class Device:
     def current_stream(self) -> int:
         return self.double.stream.value or 0
 
-    def zeros(self, count: int, dtype: str, stream: int) -> torch.Tensor:
+    def zeros(self, count: int, dtype: str, stream: int | None) -> torch.Tensor:
         assert stream not in (0, self.double.stream.value)
         return torch.zeros(count, dtype=getattr(torch, dtype))
 
@@ -108,9 +108,9 @@ class Device:
 def in_place_of_a_gpu(double: Double) -> Iterator[None]:
     """Inside, tensors of the CPU count as a GPU's."""
 
-    def fill(views, gradients):
-        for view, gradient in zip(views, gradients, strict=True):
-            double.write(view, gradient)
+    def fill(views, tensors):
+        for view, tensor in zip(views, tensors, strict=True):
+            double.write(view, tensor)
 
     before, hooks.fill = hooks.fill, fill
     devices.KINDS["cpu"] = lambda _: Device(double)
@@ -119,3 +119,14 @@ def in_place_of_a_gpu(double: Double) -> Iterator[None]:
     finally:
         hooks.fill = before
         del devices.KINDS["cpu"]
+
+
+@contextlib.contextmanager
+def where_it_is_asked_for() -> Iterator[Double | None]:
+    """On the doubles if the test names them (`DOUBLES`), on the CPU otherwise: one script for both."""
+    if "DOUBLES" not in os.environ:
+        yield None
+        return
+    double = Double()
+    with in_place_of_a_gpu(double):
+        yield double

@@ -1,5 +1,10 @@
 //! A buffer is (pointer, length, dtype, place): what a collective works on, wherever it lies.
 
+use std::any::Any;
+use std::sync::Arc;
+
+use offbeat_transport::shm::arena::Piece;
+
 use crate::dtype::DType;
 
 /// Where memory is.
@@ -45,6 +50,33 @@ impl Buffer {
     pub fn at(&self, element: usize) -> *mut u8 {
         debug_assert!(element <= self.count);
         self.start.wrapping_add(element * self.dtype.size())
+    }
+}
+
+/// Memory that somebody else owns, for as long as this is there.
+pub trait Lent: Send + Sync {
+    /// Where it begins.
+    fn start(&self) -> *mut u8;
+    /// As what it is, for whoever lent it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// Memory that a model's tensors are copied into.
+#[derive(Clone)]
+pub enum Storage {
+    /// Where neighbours reduce in it.
+    Shared(Arc<Piece>),
+    /// Of a device.
+    Lent(Arc<dyn Lent>),
+}
+
+impl Storage {
+    /// Where it begins.
+    pub fn start(&self) -> *mut u8 {
+        match self {
+            Storage::Shared(piece) => piece.start(),
+            Storage::Lent(memory) => memory.start(),
+        }
     }
 }
 

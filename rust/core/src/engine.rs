@@ -19,7 +19,7 @@ use offbeat_transport::{Interrupt, fork};
 use tokio::runtime::Runtime;
 
 use crate::algorithm::{Carrier, Description};
-use crate::background::{self, Agreed, Background, Council, Ending};
+use crate::background::{self, Agreed, Background, Council, Ending, Launch};
 use crate::bucket::{Sizes, Tensor};
 use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
@@ -197,8 +197,19 @@ impl Engine {
         counts: &[usize],
         description: background::Description,
     ) -> Result<Background> {
-        let (chunk, timeout) = (self.config.tuning.chunk, self.config.timeout);
-        let made = Background::new(&self.mesh, (group.id(), group.ranks()), counts, description, chunk, timeout)?;
+        self.background_on(None, group, counts, description)
+    }
+
+    /// The same for a model on a device, whose snapshots a ferry takes to the host.
+    pub fn background_on(
+        &self,
+        launch: Option<Launch<'_>>,
+        group: &Group,
+        counts: &[usize],
+        description: background::Description,
+    ) -> Result<Background> {
+        let (members, limits) = ((group.id(), group.ranks()), (self.config.tuning.chunk, self.config.timeout));
+        let made = Background::new(&self.mesh, members, counts, description, launch, limits)?;
         self.backgrounds.lock().unwrap_or_else(PoisonError::into_inner).push(made.ending());
         Ok(made)
     }

@@ -15,6 +15,9 @@ use crate::{Error, Kind, Result};
 /// What work leaves behind besides what it wrote in place.
 pub type Output = Vec<Owned>;
 
+/// A stream of the caller's, by the handle that its device knows it by.
+pub type Stream = u64;
+
 /// Something that will have happened.
 pub trait Event: Send + Sync {
     /// Whether it has happened, well or badly.

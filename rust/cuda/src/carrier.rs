@@ -146,7 +146,7 @@ fn takes(codec: &dyn Codec, dtype: DType) -> Result<()> {
 
 impl algorithm::Carrier for Carrier {
     fn allocate(&self, bucket: &Bucket) -> Result<Arc<dyn Lent>> {
-        (self.allocate)(bucket, self.lane.group().stream.raw() as u64)
+        (self.allocate)(bucket, self.lane.group().stream.handle())
     }
 
     fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor]) -> Result<Box<dyn Carried>> {

@@ -6,7 +6,8 @@
 //!
 //! # Layout, from the outside in
 //!
-//! - [`site`]: what a rank has of CUDA; [`carrier`]: a model's steps, core's `Carrier`
+//! - [`site`]: what a rank has of CUDA; [`carrier`]: a model's steps, core's `Carrier`; [`ferry`]: its snapshots in the
+//!   background, core's `Ferry`
 //! - [`queue`]: collectives in order, core's `Queue`; [`watch`]: the thread that sees when they hang
 //! - [`compressed`], [`gossip`], [`replicas`], [`collective`]: what is enqueued for each; [`plan`]: who carries what (pure)
 //! - [`momentum`], [`outer`]: steps that exchange nothing
@@ -23,7 +24,9 @@
 //! 3. **Once for a bucket**: core's pipeline asks the carrier for memory, which is torch's, and for its steps.
 //! 4. **In a step**: the hook of the last gradient marks torch's stream; the model's communication thread enqueues the bucket
 //!    after that mark; the end of backward lets torch's stream wait for the last one. The host waits for nothing.
-//! 5. **Failures**: an error, a deadline that `Watch` sees, or a rank that the mesh knows to be gone aborts the communicator.
+//! 5. **In the background** there is no communicator: a [`Ferry`](ferry::Ferry) with a stream of its own takes snapshots to
+//!    pinned memory and deltas back, and core's background thread exchanges them on the CPU mesh.
+//! 6. **Failures**: an error, a deadline that `Watch` sees, or a rank that the mesh knows to be gone aborts the communicator.
 //!    The next call tells the story, which core passes on to the group, so that all ranks tell the same.
 
 pub mod carrier;
@@ -31,6 +34,7 @@ pub mod collective;
 pub mod communicator;
 pub mod compressed;
 pub mod device;
+pub mod ferry;
 pub mod gossip;
 pub mod kernels;
 pub mod library;

@@ -1,4 +1,4 @@
-//! Words that the device writes and the host reads whenever it likes, without waiting for the device.
+//! Memory of the host that the device reads and writes by itself: it stays where it is, so copies need nobody's help.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,36 +9,68 @@ use offbeat_core::Result;
 use crate::device::Device;
 use crate::stream::Address;
 
-/// Some numbers in the host's memory that the device can reach, all zero at first.
-pub struct Words {
+/// Some bytes, all zero at first, that are known to the device.
+pub struct Pinned {
     device: Arc<Device>,
-    host: *mut u32,
+    start: *mut u8,
+}
+
+// SAFETY: an address; whoever reads or writes there sees to it that nobody else does.
+unsafe impl Send for Pinned {}
+// SAFETY: as above.
+unsafe impl Sync for Pinned {}
+
+impl Pinned {
+    /// So many bytes.
+    pub fn new(device: &Arc<Device>, bytes: usize) -> Result<Self> {
+        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
+        let start = device.with(&format!("{bytes} bytes of pinned memory of the host"), || {
+            // SAFETY: what is allocated is filled here and freed once, when this is dropped.
+            unsafe {
+                let start = result::malloc_host(bytes.max(1), flags)?.cast::<u8>();
+                std::ptr::write_bytes(start, 0, bytes);
+                Ok(start)
+            }
+        })?;
+        Ok(Pinned { device: Arc::clone(device), start })
+    }
+
+    /// Where it begins.
+    pub fn start(&self) -> *mut u8 {
+        self.start
+    }
+
+    /// Where the device finds it.
+    pub fn address(&self) -> Result<Address> {
+        self.device.with("memory that host and device share", || {
+            let mut address = 0;
+            // SAFETY: allocated in `new`.
+            unsafe { sys::cuMemHostGetDevicePointer_v2(&raw mut address, self.start.cast(), 0).result()? };
+            Ok(address)
+        })
+    }
+}
+
+impl Drop for Pinned {
+    fn drop(&mut self) {
+        // SAFETY: allocated in `new`; whoever drops this has seen to it that the device does not use it any more.
+        let freed = self.device.with("memory of the host", || unsafe { result::free_host(self.start.cast()) });
+        freed.unwrap_or_else(|error| log::warn!("{}", error.message));
+    }
+}
+
+/// Some numbers that the device writes and the host reads whenever it likes, without waiting for the device.
+pub struct Words {
+    memory: Pinned,
     address: Address,
     count: usize,
 }
 
-// SAFETY: the host reads and writes the words as atomics; the address is a number.
-unsafe impl Send for Words {}
-// SAFETY: as above.
-unsafe impl Sync for Words {}
-
 impl Words {
     /// So many of them.
     pub fn new(device: &Arc<Device>, count: usize) -> Result<Self> {
-        let flags = sys::CU_MEMHOSTALLOC_DEVICEMAP | sys::CU_MEMHOSTALLOC_PORTABLE;
-        let (host, address) = device.with("memory that host and device share", || {
-            // SAFETY: what is allocated is filled here and freed once, when this is dropped.
-            unsafe {
-                let host = result::malloc_host(count * size_of::<u32>(), flags)?.cast::<u32>();
-                std::ptr::write_bytes(host, 0, count);
-                let mut address = 0;
-                match sys::cuMemHostGetDevicePointer_v2(&raw mut address, host.cast(), 0).result() {
-                    Ok(()) => Ok((host, address)),
-                    Err(error) => result::free_host(host.cast()).and(Err(error)),
-                }
-            }
-        })?;
-        Ok(Words { device: Arc::clone(device), host, address, count })
+        let memory = Pinned::new(device, count * size_of::<u32>())?;
+        Ok(Words { address: memory.address()?, memory, count })
     }
 
     /// Where the device finds a word.
@@ -58,14 +90,6 @@ impl Words {
 
     fn at(&self, word: usize) -> &AtomicU32 {
         // SAFETY: one of the words, which are aligned and live as long as this; the device changes them as a whole.
-        unsafe { AtomicU32::from_ptr(self.host.add(word % self.count)) }
-    }
-}
-
-impl Drop for Words {
-    fn drop(&mut self) {
-        // SAFETY: allocated in `new`; whoever drops this has seen to it that the device does not write to it any more.
-        let freed = self.device.with("memory of the host", || unsafe { result::free_host(self.host.cast()) });
-        freed.unwrap_or_else(|error| log::warn!("{}", error.message));
+        unsafe { AtomicU32::from_ptr(self.memory.start().cast::<u32>().add(word % self.count)) }
     }
 }

@@ -11,6 +11,7 @@ use crate::carrier::{Allocate, Carrier};
 use crate::collective::Group;
 use crate::communicator::{Alarm, Communicator, Members};
 use crate::device::Device;
+use crate::ferry::{self, Ferry};
 use crate::kernels::{IMAGES, Kernels};
 use crate::memory::Scratch;
 use crate::nccl::{Nccl, UniqueId};
@@ -21,7 +22,8 @@ use crate::watch::Watch;
 /// One rank's device and libraries.
 pub struct Site {
     device: Arc<Device>,
-    nccl: Arc<Nccl>,
+    /// Or why there is none, for who needs it.
+    nccl: Result<Arc<Nccl>>,
     kernels: Arc<Kernels>,
     watch: Arc<Watch>,
 }
@@ -30,7 +32,7 @@ impl Site {
     /// Opens a device. `nccl` is where the caller knows a copy of NCCL to be.
     pub fn open(device: u32, (rank, host): (u32, &str), nccl: Option<&Path>) -> Result<Arc<Self>> {
         let device = Device::open(device, rank, host)?;
-        let (nccl, kernels) = (Nccl::find(nccl)?, Kernels::new(&device, IMAGES));
+        let (nccl, kernels) = (Nccl::find(nccl), Kernels::new(&device, IMAGES));
         Ok(Arc::new(Site { device, nccl, kernels, watch: Arc::new(Watch::start()?) }))
     }
 
@@ -39,9 +41,19 @@ impl Site {
         self.device.ordinal()
     }
 
+    /// What takes snapshots of a model to the host and deltas back; it needs no NCCL.
+    pub fn ferry(&self, count: usize, allocate: ferry::Allocate<'_>) -> Result<Ferry> {
+        Ferry::new(&self.device, count, allocate)
+    }
+
+    /// NCCL, if this rank has it.
+    pub fn nccl(&self) -> Result<&Arc<Nccl>> {
+        self.nccl.as_ref().map_err(Clone::clone)
+    }
+
     /// What ranks connect by. One of them makes it, and all are told.
     pub fn id(&self) -> Result<Vec<u8>> {
-        self.nccl.unique_id().map(|id| id.0.to_vec())
+        self.nccl()?.unique_id().map(|id| id.0.to_vec())
     }
 
     /// Connects the members of a group; all of them call this.
@@ -55,7 +67,7 @@ impl Site {
         alarm: Alarm,
     ) -> Result<Carrier> {
         let id = id.try_into().map_err(|_| Error::invalid("an id of NCCL's has 128 bytes; try: report this"))?;
-        let (nccl, device) = (&self.nccl, &self.device);
+        let (nccl, device) = (self.nccl()?, &self.device);
         let communicator = Communicator::connect_heeding(nccl, device, members, UniqueId(id), limit, alarm)?;
         let stream = Stream::new(&self.device)?;
         let scratch = Scratch::new(&stream);

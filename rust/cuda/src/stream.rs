@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
-use offbeat_core::event::Event;
+use offbeat_core::event::{self, Event};
 use offbeat_core::{Error, Interrupt, Kind, Result};
 
 use crate::device::Device;
@@ -48,13 +48,18 @@ impl Stream {
     ///
     /// # Safety
     /// The stream is of this device and outlives what is returned.
-    pub unsafe fn borrow(device: &Arc<Device>, raw: u64) -> Arc<Self> {
+    pub unsafe fn borrow(device: &Arc<Device>, raw: event::Stream) -> Arc<Self> {
         Arc::new(Stream { device: Arc::clone(device), raw: raw as sys::CUstream, ours: false })
     }
 
     /// Its device.
     pub fn device(&self) -> &Arc<Device> {
         &self.device
+    }
+
+    /// By what others know it.
+    pub fn handle(&self) -> event::Stream {
+        self.raw as event::Stream
     }
 
     pub(crate) fn raw(&self) -> sys::CUstream {
@@ -89,6 +94,30 @@ impl Stream {
         }
         // SAFETY: the caller's promise.
         self.device.with("a copy", || unsafe { result::memcpy_dtod_async(to, from, bytes, self.raw) })
+    }
+
+    /// Copies to pinned memory of the host; nothing waits for it.
+    ///
+    /// # Safety
+    /// Both are `bytes` long and stay until the copy is done, and nobody touches `to` before.
+    pub unsafe fn fetch(&self, from: Address, to: *mut u8, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        self.device.with("a copy", || unsafe { sys::cuMemcpyDtoHAsync_v2(to.cast(), from, bytes, self.raw).result() })
+    }
+
+    /// Copies from pinned memory of the host; nothing waits for it.
+    ///
+    /// # Safety
+    /// Both are `bytes` long and stay until the copy is done, and nobody writes to `from` before.
+    pub unsafe fn send(&self, from: *const u8, to: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        self.device.with("a copy", || unsafe { sys::cuMemcpyHtoDAsync_v2(to, from.cast(), bytes, self.raw).result() })
     }
 
     /// Copies to the device. The driver has read the bytes when this returns; not for the inside of a step.

@@ -9,10 +9,10 @@ use offbeat_core::{Error, Result};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::dlpack;
 use crate::errors::{Caught, raise};
 use crate::group::Codec;
 use crate::scheduler::floats;
+use crate::{carrier, dlpack};
 
 /// The background exchanges of a model.
 #[pyclass(frozen, module = "offbeat._core")]
@@ -80,14 +80,29 @@ impl Background {
         self.0.places().to_vec()
     }
 
-    /// DLPack capsules of the snapshot and of the delta.
+    /// The snapshot and the delta: DLPack capsules, or the tensors that were lent.
     fn memory(&self, py: Python<'_>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
-        let (snapshot, delta, count) = self.0.memory();
-        Ok((dlpack::bucket(py, snapshot, DType::F32, count)?, dlpack::bucket(py, delta, DType::F32, count)?))
+        let ([snapshot, delta], count) = self.0.memory();
+        Ok((carrier::shown(py, snapshot, DType::F32, count)?, carrier::shown(py, delta, DType::F32, count)?))
     }
 
-    fn look(&self) -> Option<&'static str> {
-        word(self.0.look())
+    fn look(&self) -> PyResult<Option<&'static str>> {
+        self.0.look().map(word).map_err(raise)
+    }
+
+    #[pyo3(signature = (stream=0, /))]
+    fn fetch(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        py.detach(|| self.0.ferry().fetch(stream)).map_err(raise)
+    }
+
+    #[pyo3(signature = (stream=0, /))]
+    fn land(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        py.detach(|| self.0.ferry().land(stream)).map_err(raise)
+    }
+
+    #[pyo3(signature = (stream=0, /))]
+    fn landed(&self, py: Python<'_>, stream: u64) -> PyResult<()> {
+        py.detach(|| self.0.ferry().landed(stream)).map_err(raise)
     }
 
     fn taken(&self, clock: u64) {

@@ -6,14 +6,16 @@ use std::time::Duration;
 
 use offbeat_core::algorithm::{Lent, meet};
 use offbeat_core::bucket::Bucket;
-use offbeat_core::buffer::{Buffer, Place};
+use offbeat_core::buffer::{Buffer, Place, Storage};
+use offbeat_core::dtype::DType;
 use offbeat_core::group::Group;
 use offbeat_core::{Error, Interrupt, Result};
-use offbeat_cuda::carrier::{self, Allocate};
+use offbeat_cuda::carrier;
 use offbeat_cuda::communicator::Members;
 use offbeat_cuda::site::Site;
 use pyo3::prelude::*;
 
+use crate::dlpack;
 use crate::errors::raise;
 use crate::tensor::view;
 
@@ -26,8 +28,8 @@ pub(crate) struct Carrier {
 }
 
 /// A tensor of torch's, as memory for a bucket.
-pub(crate) struct Tensor {
-    pub(crate) object: Py<PyAny>,
+struct Tensor {
+    object: Py<PyAny>,
     address: usize,
 }
 
@@ -41,22 +43,33 @@ impl Lent for Tensor {
     }
 }
 
-/// Asks a function of Python's for memory: `allocate(elements, dtype, stream)` gives a tensor that is all zero.
-fn allocate(function: Py<PyAny>) -> Allocate {
-    Box::new(move |bucket: &Bucket, stream| {
-        let (count, dtype) = (bucket.count, bucket.dtype.name());
-        let made = Python::attach(|py| -> PyResult<Tensor> {
-            let object = function.call1(py, (count, dtype, stream))?;
-            let address = object.call_method0(py, "data_ptr")?.extract(py)?;
-            Ok(Tensor { object, address })
-        });
-        match made {
-            Ok(tensor) => Ok(Arc::new(tensor)),
-            Err(error) => Err(Error::unsupported(format!(
-                "no memory for a bucket of {count} {dtype}: {error}; try: smaller batches, or a smaller bucket_bytes"
-            ))),
-        }
-    })
+/// Asks a function of Python's for memory: `allocate(elements, dtype, stream)` gives a tensor that is all zero, and that a stream
+/// of ours uses too; without one, whoever asks keeps it until it is done with it.
+pub(crate) fn allocate(function: &Py<PyAny>, count: usize, dtype: DType, stream: Option<u64>) -> Result<Arc<dyn Lent>> {
+    let dtype = dtype.name();
+    let made = Python::attach(|py| -> PyResult<Tensor> {
+        let object = function.call1(py, (count, dtype, stream))?;
+        let address = object.call_method0(py, "data_ptr")?.extract(py)?;
+        Ok(Tensor { object, address })
+    });
+    match made {
+        Ok(tensor) => Ok(Arc::new(tensor)),
+        Err(error) => Err(Error::unsupported(format!(
+            "no memory on the device for {count} {dtype} to be exchanged: {error}; try: smaller batches{}",
+            if stream.is_some() { ", or a smaller bucket_bytes" } else { "" }
+        ))),
+    }
+}
+
+/// Memory as Python sees it: a DLPack capsule, or the tensor that was lent.
+pub(crate) fn shown(py: Python<'_>, memory: Storage, dtype: DType, count: usize) -> PyResult<Py<PyAny>> {
+    match memory {
+        Storage::Shared(memory) => dlpack::bucket(py, memory, dtype, count),
+        Storage::Lent(memory) => match memory.as_any().downcast_ref::<Tensor>() {
+            Some(tensor) => Ok(tensor.object.clone_ref(py)),
+            None => Err(raise(Error::unsupported("memory that was lent and is not torch's; try: report this"))),
+        },
+    }
 }
 
 /// Connects the members of a group, each with its device: all of them call this, and all learn if one cannot.
@@ -70,13 +83,14 @@ pub(crate) fn connect(
 ) -> Result<Carrier> {
     let me = group.ranks().iter().position(|member| *member == rank).unwrap_or_default();
     let mine = opened.as_ref().map_err(Clone::clone);
-    let id = mine.and_then(|site| if me == 0 { site.id() } else { Ok(Vec::new()) });
+    let id = mine.and_then(|site| if me == 0 { site.id() } else { site.nccl().map(|_| Vec::new()) });
     let id = meet(group, id, interrupt)?;
     let site = opened?;
     let members = Members { ranks: group.ranks().to_vec(), me };
     let watched = group.clone();
     let alarm = Box::new(move || watched.verdict());
-    let connected = site.connect(members, group.layout().clone(), &id, limit, allocate(function), alarm);
+    let memory = Box::new(move |bucket: &Bucket, stream| allocate(&function, bucket.count, bucket.dtype, Some(stream)));
+    let connected = site.connect(members, group.layout().clone(), &id, limit, memory, alarm);
     // the others wait for this rank
     let inner = connected.map_err(|error| group.abandon(&error))?;
     Ok(Carrier { inner: Arc::new(inner), device: site.device(), group: group.clone() })

@@ -3,11 +3,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use offbeat_core::algorithm::{self, Description, When};
-use offbeat_core::background::Agreed;
+use offbeat_core::algorithm::{self, Description, When, meet};
+use offbeat_core::background::{Agreed, Ferry};
 use offbeat_core::bucket::Sizes;
 use offbeat_core::buffer::Place;
 use offbeat_core::config::Config;
+use offbeat_core::dtype::DType;
 use offbeat_core::engine::Engine;
 use offbeat_core::transport::rendezvous::Store;
 use offbeat_core::transport::trace::{Span, What};
@@ -190,17 +191,36 @@ impl Runtime {
         self.engine.scheduler_on(carrier, lanes, model, tensors, description, sizes).map(Scheduler).map_err(raise)
     }
 
-    #[pyo3(signature = (group, counts, method, arguments, *, period))]
+    /// `device` is the number of the GPU on which the model is, and what gives memory there, as for a carrier; then every
+    /// member calls this.
+    #[pyo3(signature = (group, counts, method, arguments, *, period, device=None))]
+    #[expect(clippy::too_many_arguments, reason = "they are keywords in Python")]
     fn background(
         &self,
+        py: Python<'_>,
         group: &Group,
         counts: Vec<usize>,
         method: &str,
         arguments: &Bound<'_, PyDict>,
         period: Option<f64>,
+        device: Option<(u32, Py<PyAny>)>,
     ) -> PyResult<Background> {
         let description = background::description(method, arguments, period)?;
-        self.engine.background(&group.0, &counts, description).map(Background).map_err(raise)
+        let Some((device, function)) = device else {
+            return self.engine.background(&group.0, &counts, description).map(Background).map_err(raise);
+        };
+        let caught = Caught::default();
+        let made = py.detach(|| {
+            let made = self.open(device).and_then(|site| {
+                let allocate = |count| carrier::allocate(&function, count, DType::F32, None);
+                let launch = |count| Ok(Arc::new(site.ferry(count, &allocate)?) as Arc<dyn Ferry>);
+                self.engine.background_on(Some(&launch), &group.0, &counts, description)
+            });
+            // without this one the others would train alone
+            meet(&group.0, made.as_ref().map(|_| Vec::new()).map_err(Clone::clone), Some(&|| caught.check_signals()))?;
+            made
+        });
+        made.map(Background).map_err(|error| caught.raise(error))
     }
 
     fn convene(&self, py: Python<'_>) {

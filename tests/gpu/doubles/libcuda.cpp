@@ -6,6 +6,8 @@
 //
 //   FAKECUDA_SCHED=k          which streams are lazy: streams.h
 //   FAKECUDA_FAIL=f:n:code    the n-th call of the function f gives this error
+//   FAKECUDA_FORGET=f         from then on the function f does nothing and says that all is well, as if a wait were forgotten;
+//                             for cuEventQuery and cuStreamWaitEvent
 //   FAKECUDA_IDENTITY=1       an address of the device is that of the host, and any is taken: CPU tensors as device memory
 //   FAKECUDA_KERNELS=path     a library that registers kernels when it is loaded
 //   FAKECUDA_DEVICES=n  FAKECUDA_VERSION=v  FAKECUDA_POOLS=0      what the driver says of itself
@@ -43,6 +45,7 @@ struct World {
     bool started = false;
     std::vector<std::unique_ptr<Context>> contexts;
     std::map<uint64_t, size_t> memory;
+    std::map<char *, size_t> pinned; // of the host, and in memory too
     std::set<Stream *> streams;
     std::map<Context *, Stream *> defaults;
     std::set<Event *> events;
@@ -114,6 +117,18 @@ static bool is_ours(uint64_t address, size_t bytes) {
 static void *host(uint64_t address) { return (void *)(address - ELSEWHERE); }
 static bool is_alive(Event *event) { Lock lock(world.mutex); return world.events.count(event); }
 static std::shared_ptr<Place> last(Event *event) { Lock lock(event->mutex); return event->last; }
+// Memory of the host that the device reads and writes by itself, when it comes to it.
+static bool is_pinned(const void *start, size_t bytes) {
+    Lock lock(world.mutex);
+    auto after = world.pinned.upper_bound((char *)start);
+    if (after == world.pinned.begin()) return false;
+    --after;
+    return (char *)start + bytes <= after->first + after->second;
+}
+static bool is_forgotten(const char *name) {
+    static const char *which = getenv("FAKECUDA_FORGET");
+    return which && !strcmp(which, name);
+}
 // What may keep the host waiting until the device is done: none of it belongs into a step.
 static void synchronizes() { count("host synchronizations"); }
 
@@ -201,6 +216,7 @@ API cuStreamWaitEvent(void *handle, Event *event, unsigned) {
     BEGIN(true);
     STREAM;
     if (!is_alive(event)) return INVALID_HANDLE;
+    if (is_forgotten(__func__)) return OK;
     if (auto place = last(event)) stream->push([place] { place->wait(); });
     return OK;
 }
@@ -233,6 +249,7 @@ API cuEventRecord(Event *event, void *handle) {
 API cuEventQuery(Event *event) {
     BEGIN(true);
     if (!is_alive(event)) return INVALID_HANDLE;
+    if (is_forgotten(__func__)) return OK;
     auto place = last(event);
     return !place || place->is_reached() ? (int)world.failed : NOT_READY;
 }
@@ -275,9 +292,18 @@ API cuMemHostAlloc(void **memory, size_t bytes, unsigned) {
     uint64_t address = 0;
     const int code = allocate(&address, bytes);
     *memory = code ? nullptr : host(address);
+    Lock lock(world.mutex);
+    if (!code) world.pinned[(char *)*memory] = bytes;
     return code;
 }
-API cuMemFreeHost(void *memory) { BEGIN(true); return release((uint64_t)memory + ELSEWHERE); }
+API cuMemFreeHost(void *memory) {
+    BEGIN(true);
+    {
+        Lock lock(world.mutex);
+        world.pinned.erase((char *)memory);
+    }
+    return release((uint64_t)memory + ELSEWHERE);
+}
 API cuMemHostGetDevicePointer_v2(uint64_t *address, void *memory, unsigned) {
     BEGIN(true);
     *address = (uint64_t)memory + ELSEWHERE;
@@ -291,11 +317,15 @@ API cuMemFreeAsync(uint64_t address, void *handle) {
     stream->push([address] { release(address); });
     return OK;
 }
-// Memory of the host that is not locked: the driver has copied it when it returns, and the device gets it later.
+// Pinned memory is read when the stream comes to it. Of other memory the driver has made a copy when it returns.
 API cuMemcpyHtoDAsync_v2(uint64_t to, const void *from, size_t bytes, void *handle) {
     BEGIN(true);
     STREAM;
     if (!is_ours(to, bytes)) return INVALID_VALUE;
+    if (is_pinned(from, bytes)) {
+        stream->push([=] { memcpy(host(to), from, bytes); });
+        return OK;
+    }
     auto copy = std::make_shared<std::vector<char>>((const char *)from, (const char *)from + bytes);
     stream->push([=] { memcpy(host(to), copy->data(), bytes); });
     return OK;
@@ -304,7 +334,7 @@ API cuMemcpyDtoHAsync_v2(void *to, uint64_t from, size_t bytes, void *handle) {
     BEGIN(true);
     STREAM;
     if (!is_ours(from, bytes)) return INVALID_VALUE;
-    synchronizes();
+    if (!is_pinned(to, bytes)) synchronizes();
     stream->push([=] { memcpy(to, host(from), bytes); });
     return OK;
 }

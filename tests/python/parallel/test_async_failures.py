@@ -20,6 +20,8 @@ ALGORITHMS = [
 
 
 def script():
+    """Trains for a while; the plan says who goes, and who is slow. On doubles of a GPU, if there are any."""
+    import contextlib
     import json
     import os
     import signal
@@ -27,12 +29,14 @@ def script():
     import time
 
     import torch
+    from standin import where_it_is_asked_for
     from torch import nn
 
     import offbeat
 
     name, options, plan = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
     offbeat.init(timeout=20.0)
+    contextlib.ExitStack().enter_context(where_it_is_asked_for())
     rank = offbeat.rank()
     torch.manual_seed(1)
     model = nn.Linear(200, 50)
@@ -64,23 +68,28 @@ def script():
     offbeat.shutdown()
 
 
-def start(ranks, name, options, plan, world=4, hosts="aabb"):
+def start(ranks, name, options, plan, world=4, hosts="aabb", env=None):
     arguments = [name, json.dumps(options), json.dumps(plan)]
-    return ranks.start(script, world, args=arguments, per_rank=lambda rank: {"OFFBEAT_HOST": hosts[rank]})
+    return ranks.start(script, world, args=arguments, env=env, per_rank=lambda rank: {"OFFBEAT_HOST": hosts[rank]})
 
 
 def run(ranks, name, options, plan, world=4, hosts="aabb"):
     return start(ranks, name, options, plan, world, hosts).wait(60, check=False)
 
 
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.timeout(300))])
 @pytest.mark.parametrize(("name", "options"), ALGORITHMS)
-def test_a_killed_rank_is_reported_once_and_the_others_train_on(ranks, name, options):
+def test_a_killed_rank_is_reported_once_and_the_others_train_on(ranks, request, name, options, place):
     jobs = []
     for seed in range(3):
         chance = random.Random(f"{name}{options}{seed}")
         victim, how = chance.randrange(4), chance.choice(["SIGKILL", "SIGKILL", "raise"])
         plan = {"seconds": 2.0, "goes": {str(victim): chance.randrange(1, 60)}, "how": how}
-        jobs.append((start(ranks, name, options, plan), plan, victim))
+        env = {} if place == "cpu" else {"DOUBLES": str(request.getfixturevalue("doubles"))}
+        if place == "gpu" and seed:
+            # torch's stream, or ours
+            env["FAKECUDA_SCHED"] = str(seed)
+        jobs.append((start(ranks, name, options, plan, env=env), plan, victim))
     for job, plan, victim in jobs:
         for rank in job.wait(60, check=False).ranks:
             if rank.rank == victim:

@@ -62,21 +62,20 @@ def test_one_rank_overflows_and_all_count_the_step(ranks):
         assert {fact["scale"] for fact in facts} == {512 if rank.rank == 1 else 1024}, facts
 
 
-@pytest.mark.parametrize("name", ["AsyncGossip(period=0.003)", "AsyncGossip(period=0.003, codec='modular')"])
-def test_pausing_again_and_again_loses_nothing(ranks, name):
-    """Weights stay as they are in a pause, evaluation is no step, and what others had of this rank meanwhile is made
-    good after it: pairs keep their sum."""
+def pausing():
+    """Steps change nothing, so weights move by what ranks give each other alone."""
+    import sys
+    import time
 
-    def script():
-        import sys
-        import time
+    import torch
+    from gpu_training import leave
+    from standin import where_it_is_asked_for
 
-        import torch
+    import offbeat
 
-        import offbeat
-
-        offbeat.init(timeout=20.0)
-        me = offbeat.rank()
+    offbeat.init(timeout=20.0)
+    me = offbeat.rank()
+    with where_it_is_asked_for() as double:
         model = torch.nn.Linear(40, 30)
         algorithm = eval(sys.argv[1], vars(offbeat.algorithms))
         optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, algorithm)
@@ -121,10 +120,23 @@ def test_pausing_again_and_again_loses_nothing(ranks, name):
         assert stats["background"]["syncs"] > 0
         assert float((after - before).abs().max()) > 0.1, "ranks have met"
         assert float((after.sum(0) - before.sum(0)).abs().max()) < 1e-4
+        offbeat.consolidate(model)
+        rows = whole()
+        assert bool((rows == rows[0]).all())
         offbeat.barrier()
-        offbeat.shutdown()
+        optimizer.remove()
+    offbeat.shutdown() if double is None else leave(double)
 
-    ranks(script, 4, args=[name], per_rank=lambda rank: {"OFFBEAT_HOST": "aabb"[rank]})
+
+@pytest.mark.parametrize("place", ["cpu", *(pytest.param(lazy, marks=pytest.mark.timeout(300)) for lazy in range(4))])
+@pytest.mark.parametrize("name", ["AsyncGossip(period=0.003)", "AsyncGossip(period=0.003, codec='modular')"])
+def test_pausing_again_and_again_loses_nothing(ranks, request, name, place):
+    """Weights stay as they are in a pause, evaluation is no step, and what others had of this rank meanwhile is made
+    good after it: pairs keep their sum. On the CPU, and on a GPU on every schedule of torch's stream and ours."""
+    env = {}
+    if place != "cpu":
+        env = {"DOUBLES": str(request.getfixturevalue("doubles")), "FAKECUDA_SCHED": str(place)}
+    ranks(pausing, 4, args=[name], env=env, per_rank=lambda rank: {"OFFBEAT_HOST": "aabb"[rank]})
 
 
 @pytest.mark.parametrize("name", ["AsyncServer(staleness=1)", "AsyncModelAverage()", "AsyncGossip()"])

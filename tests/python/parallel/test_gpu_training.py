@@ -49,31 +49,6 @@ OF_COPIES = [
 ]
 
 
-@pytest.fixture(scope="session")
-def doubles():
-    return building.build()
-
-
-@pytest.fixture
-def train(ranks, doubles):
-    """Runs a script of ranks on the doubles."""
-
-    def run(script, hosts, *args, **env):
-        env = {"DOUBLES": str(doubles), **{name: str(value) for name, value in env.items()}}
-        options = {key: env.pop(key) for key in ("check", "timeout") if key in env}
-        return ranks(
-            script,
-            len(hosts),
-            env=env,
-            args=args,
-            per_rank=lambda rank: {"OFFBEAT_HOST": hosts[rank]},
-            timeout=float(options.get("timeout", 100)),
-            check=options.get("check") != "False",
-        )
-
-    return run
-
-
 def both():
     import sys
 
@@ -379,13 +354,6 @@ def refused():
             kinds = {"PowerSGD()": "low_rank", "TopK()": "select"}
             for algorithm, name in kinds.items():
                 fails(offbeat.errors.Unsupported, f"{name} is not carried on a GPU|try: model.cpu()", make, algorithm)
-            for algorithm in (
-                "AsyncModelAverage()",
-                "AsyncModelAverage(warmup_steps=2)",
-                "AsyncGossip()",
-                "AsyncServer()",
-            ):
-                fails(offbeat.errors.Unsupported, "on the CPU only|try model.cpu()", make, algorithm)
             fails(offbeat.errors.Unsupported, "bucket_bytes", make, "allreduce", bucket_bytes="auto")
         # the same ranks train on the CPU afterwards
         make("allreduce")[1].remove()

@@ -41,7 +41,7 @@ impl Model {
     }
 
     fn copy(&self) {
-        let (snapshot, _, _) = self.background.memory();
+        let ([snapshot, _], _) = self.background.memory();
         // SAFETY: the memory is that long, and it is the training thread's turn.
         let memory = unsafe { std::slice::from_raw_parts_mut(snapshot.start().cast::<f32>(), self.weights.len()) };
         memory.copy_from_slice(&self.weights);
@@ -54,7 +54,7 @@ impl Model {
                 self.background.taken(self.clock);
             }
             Task::Apply => {
-                let (_, delta, _) = self.background.memory();
+                let ([_, delta], _) = self.background.memory();
                 // SAFETY: as above.
                 let delta = unsafe { std::slice::from_raw_parts(delta.start().cast::<f32>(), self.weights.len()) };
                 self.weights.iter_mut().zip(delta).for_each(|(x, d)| *x += d);
@@ -68,7 +68,7 @@ impl Model {
     fn step(&mut self, change: impl Fn(usize) -> f32) {
         self.weights.iter_mut().enumerate().for_each(|(at, x)| *x += change(at));
         self.clock += 1;
-        if let Some(task) = self.background.look() {
+        if let Some(task) = self.background.look().unwrap() {
             self.act(task);
         }
     }
@@ -89,7 +89,7 @@ impl Model {
 
     /// Lets a copy stand for the model.
     fn pause(&mut self) {
-        if let Some(task) = self.background.look().filter(|task| *task != Task::Snapshot) {
+        if let Some(task) = self.background.look().unwrap().filter(|task| *task != Task::Snapshot) {
             self.act(task);
         }
         if self.background.hold() {

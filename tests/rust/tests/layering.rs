@@ -33,7 +33,7 @@ const CORE: &[(&str, &[&str])] = &[
         &["bucket", "buffer", "call", "codec", "coding", "digest", "dtype", "event", "graph", "group", "reduce"],
     ),
     ("scheduler", &["algorithm", "bucket", "buffer", "call", "coding", "dtype", "event", "group", "readiness"]),
-    ("background", &["codec", "coding", "graph"]),
+    ("background", &["buffer", "codec", "coding", "event", "graph"]),
     (
         "engine",
         &[
@@ -59,6 +59,7 @@ const CORE_TO_TRANSPORT: &[(&str, &[&str])] = &[
     ("config", &["mesh"]),
     ("describe", &["frame"]),
     ("event", &[]),
+    ("buffer", &["shm"]),
     ("collective", &["frame", "inbox", "mesh", "outbox", "pool", "shm", "watchdog"]),
     ("message", &["frame", "inbox", "mesh", "outbox", "shm", "watchdog"]),
     ("group", &["fork", "mesh", "shm", "watchdog"]),
@@ -154,15 +155,28 @@ const CUDA: &[(&str, &[&str])] = &[
             "stream",
         ],
     ),
+    ("ferry", &["device", "pinned", "stream"]),
     (
         "site",
-        &["carrier", "collective", "communicator", "device", "kernels", "memory", "nccl", "queue", "stream", "watch"],
+        &[
+            "carrier",
+            "collective",
+            "communicator",
+            "device",
+            "ferry",
+            "kernels",
+            "memory",
+            "nccl",
+            "queue",
+            "stream",
+            "watch",
+        ],
     ),
 ];
 
 /// What CUDA may know of core: values, traits and pure functions; no engine, no scheduler, no group, no mesh.
 const CUDA_TO_CORE: &[&str] =
-    &["algorithm", "bucket", "buffer", "codec", "coding", "dtype", "event", "graph", "topology"];
+    &["algorithm", "background", "bucket", "buffer", "codec", "coding", "dtype", "event", "graph", "topology"];
 
 const LONGEST_FILE: usize = 600;
 

@@ -33,7 +33,7 @@ impl Model {
 
     /// A whole round. False if nothing came of it.
     fn round(&mut self, number: u64) -> bool {
-        let (snapshot, delta, _) = self.background.memory();
+        let ([snapshot, delta], _) = self.background.memory();
         let Some(Task::Snapshot) = self.background.wait(false, None).unwrap() else { return false };
         // SAFETY: the memory is that long, and it is the training thread's turn.
         unsafe { std::slice::from_raw_parts_mut(snapshot.start().cast::<f32>(), COUNT) }.copy_from_slice(&self.weights);

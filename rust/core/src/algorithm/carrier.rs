@@ -4,13 +4,11 @@
 //! have come so far (an [`Event`] for each), and ends with an event that the stream which reads them waits for. The host waits
 //! for neither.
 
-use std::any::Any;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
 use offbeat_transport::Interrupt;
-use offbeat_transport::shm::arena::Piece;
 
 use super::Step;
 use super::memory::Keeper;
@@ -23,35 +21,8 @@ use crate::event::Event;
 use crate::group::{Group, Terms, Work};
 use crate::{Error, Result};
 
-/// A stream of the caller's, by the handle that its device knows it by.
-pub type Stream = u64;
-
-/// Memory for a bucket that somebody else owns.
-pub trait Lent: Send + Sync {
-    /// Where it begins.
-    fn start(&self) -> *mut u8;
-    /// As what it is, for whoever lent it.
-    fn as_any(&self) -> &dyn Any;
-}
-
-/// The memory of a bucket.
-#[derive(Clone)]
-pub enum Storage {
-    /// Where neighbours reduce in it.
-    Shared(Arc<Piece>),
-    /// Of a device.
-    Lent(Arc<dyn Lent>),
-}
-
-impl Storage {
-    /// Where it begins.
-    pub fn start(&self) -> *mut u8 {
-        match self {
-            Storage::Shared(piece) => piece.start(),
-            Storage::Lent(memory) => memory.start(),
-        }
-    }
-}
+pub use crate::buffer::{Lent, Storage};
+pub use crate::event::Stream;
 
 /// One run of carried steps.
 pub struct Trip<'a> {

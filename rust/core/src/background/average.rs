@@ -12,9 +12,10 @@
 
 use std::ops::Range;
 
+use super::coder::Coder;
 use super::keeping::{Kept, Room, Rounds};
 use super::post::{About, Envelope, Letter, Post, bytes_of, floats, shard};
-use super::{Coder, Exchange, Outcome};
+use super::{Exchange, Outcome};
 
 pub(super) struct Average {
     coder: Option<Coder>,

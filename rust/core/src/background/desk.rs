@@ -1,8 +1,8 @@
-//! Where the training thread and the background thread of a model meet: two pieces of memory, and whose turn it is.
+//! Where the training thread and the background thread of a model meet: snapshot and delta (`ferry`), and whose turn it is.
 //!
 //! ```text
-//! Resting ─▶ Wanted ─▶ Taken ─▶ Done ─▶ Resting      the background thread: wants a snapshot; gives a delta
-//!             training copies    training adds
+//! Seeding ─▶ Resting ─▶ Wanted ─▶ Taken ─▶ Done ─▶ Resting      the background thread: reads what all begins with;
+//!                        training copies    training adds                                wants a snapshot; gives a delta
 //! ```
 //! The training thread looks at one atomic at each safe point. Whoever's turn it is owns the memory; so nothing is torn, and
 //! neither side ever waits for the other, unless the training thread asks to ([`Desk::wait`]).
@@ -11,15 +11,17 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use offbeat_transport::shm::arena::Piece;
 use offbeat_transport::{Interrupt, SLICE};
 
+use super::ferry::Ferry;
 use super::keeping::Holdings;
-use crate::Result;
+use crate::{Error, Result};
 
 /// Whose turn it is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Phase {
+    /// The background thread reads from the snapshot what this rank begins with.
+    Seeding,
     /// Nothing is under way.
     Resting,
     /// The background thread wants a snapshot.
@@ -67,6 +69,8 @@ struct State {
     clock: u64,
     /// Whom the background thread waits for.
     late: Vec<u32>,
+    /// Why exchanges have ended, if the device has failed.
+    failed: Option<Error>,
     progress: Progress,
     /// Whether the training thread wants to save, and what it gets.
     saves: bool,
@@ -78,8 +82,7 @@ pub struct Desk {
     attention: AtomicBool,
     state: Mutex<State>,
     bell: Condvar,
-    pub(super) snapshot: Arc<Piece>,
-    pub(super) delta: Arc<Piece>,
+    pub(super) ferry: Arc<dyn Ferry>,
     pub(super) count: usize,
 }
 
@@ -94,7 +97,7 @@ pub(super) struct View {
 }
 
 impl Desk {
-    pub(super) fn new(snapshot: Piece, delta: Piece, count: usize, living: usize) -> Self {
+    pub(super) fn new(ferry: Arc<dyn Ferry>, count: usize, living: usize) -> Self {
         let state = State {
             phase: Phase::Resting,
             urgent: false,
@@ -105,18 +108,12 @@ impl Desk {
             carrying: false,
             clock: 0,
             late: Vec::new(),
+            failed: None,
             progress: Progress { living, ..Progress::default() },
             saves: false,
             saved: None,
         };
-        Desk {
-            attention: AtomicBool::new(false),
-            state: Mutex::new(state),
-            bell: Condvar::new(),
-            snapshot: Arc::new(snapshot),
-            delta: Arc::new(delta),
-            count,
-        }
+        Desk { attention: AtomicBool::new(false), state: Mutex::new(state), bell: Condvar::new(), ferry, count }
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -125,19 +122,23 @@ impl Desk {
 
     fn set(&self, state: &mut State, phase: Phase) {
         state.phase = phase;
-        self.attention.store(matches!(phase, Phase::Wanted | Phase::Done(_)), Ordering::Release);
+        let asks = matches!(phase, Phase::Wanted | Phase::Done(_)) || state.failed.is_some();
+        self.attention.store(asks, Ordering::Release);
         self.bell.notify_all();
     }
 
     // -- the training thread
 
-    /// What there is to do at a safe point; looks at one atomic where there is nothing.
-    pub fn look(&self) -> Option<Task> {
+    /// What there is to do at a safe point; looks at one atomic where there is nothing. An error if the device has failed.
+    pub fn look(&self) -> Result<Option<Task>> {
         if !self.attention.load(Ordering::Acquire) {
-            return None;
+            return Ok(None);
         }
         let state = self.state();
-        if state.paused { None } else { task(state.phase) }
+        match &state.failed {
+            Some(error) => Err(error.clone()),
+            None => Ok(if state.paused { None } else { task(state.phase) }),
+        }
     }
 
     /// The delta was added.
@@ -170,6 +171,9 @@ impl Desk {
         let mut state = self.state();
         state.urgent = true;
         let result = loop {
+            if let Some(error) = &state.failed {
+                break Err(Stuck::Failed(error.clone()));
+            }
             let found = task(state.phase);
             let under_way = state.carrying || matches!(state.phase, Phase::Taken | Phase::Done(_));
             if only_results && !under_way || state.ended || (state.progress.living <= 1 && !under_way) {
@@ -262,26 +266,27 @@ impl Desk {
     }
 
     /// # Safety
-    /// Only where the training thread leaves it alone: before the first round, and while a snapshot is taken.
+    /// Only where the training thread leaves it alone, before the first round and while a snapshot is taken, and the ferry is
+    /// idle.
     pub(super) unsafe fn snapshot(&self) -> &[f32] {
-        // SAFETY: the piece is that long, and the caller sees to the rest.
-        unsafe { std::slice::from_raw_parts(self.snapshot.start().cast::<f32>(), self.count) }
+        // SAFETY: it is that long, and the caller sees to the rest.
+        unsafe { std::slice::from_raw_parts(self.ferry.aboard()[0], self.count) }
     }
 
     /// # Safety
     /// As [`Desk::snapshot`], and nobody else has borrowed it.
     #[expect(clippy::mut_from_ref, reason = "whose turn it is settles who may use the memory")]
     pub(super) unsafe fn snapshot_mut(&self) -> &mut [f32] {
-        // SAFETY: the piece is that long, and the caller sees to the rest.
-        unsafe { std::slice::from_raw_parts_mut(self.snapshot.start().cast::<f32>(), self.count) }
+        // SAFETY: it is that long, and the caller sees to the rest.
+        unsafe { std::slice::from_raw_parts_mut(self.ferry.aboard()[0], self.count) }
     }
 
     /// # Safety
-    /// Only while a snapshot is taken, and once at a time.
+    /// Only while a snapshot is taken and the ferry is idle, and once at a time.
     #[expect(clippy::mut_from_ref, reason = "whose turn it is settles who may use the memory")]
     pub(super) unsafe fn delta(&self) -> &mut [f32] {
-        // SAFETY: the piece is that long, and the caller sees to the rest.
-        unsafe { std::slice::from_raw_parts_mut(self.delta.start().cast::<f32>(), self.count) }
+        // SAFETY: it is that long, and the caller sees to the rest.
+        unsafe { std::slice::from_raw_parts_mut(self.ferry.aboard()[1], self.count) }
     }
 
     pub(super) fn view(&self) -> View {
@@ -316,7 +321,17 @@ impl Desk {
     }
 
     pub(super) fn begins(&self) {
-        self.state().running = true;
+        let mut state = self.state();
+        state.running = true;
+        self.set(&mut state, Phase::Seeding);
+    }
+
+    /// The device has failed, and every safe point says so from now on.
+    pub(super) fn fail(&self, error: Error) {
+        let mut state = self.state();
+        state.failed = Some(error);
+        let phase = state.phase;
+        self.set(&mut state, phase);
     }
 
     pub(super) fn ended(&self) {
@@ -338,7 +353,9 @@ pub enum Stuck {
     /// The time is up; these are waited for, as far as it is known.
     Late(Vec<u32>),
     /// A signal came.
-    Interrupted(crate::Error),
+    Interrupted(Error),
+    /// The device has failed.
+    Failed(Error),
 }
 
 fn task(phase: Phase) -> Option<Task> {
@@ -346,6 +363,6 @@ fn task(phase: Phase) -> Option<Task> {
         Phase::Wanted => Some(Task::Snapshot),
         Phase::Done(true) => Some(Task::Apply),
         Phase::Done(false) => Some(Task::Skip),
-        Phase::Resting | Phase::Taken => None,
+        Phase::Seeding | Phase::Resting | Phase::Taken => None,
     }
 }

@@ -13,8 +13,10 @@ mod coder;
 mod council;
 mod desk;
 mod exchange;
+mod ferry;
 mod gossip;
 mod keeping;
+mod method;
 mod modular;
 mod post;
 mod server;
@@ -24,66 +26,29 @@ mod worker;
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use offbeat_transport::frame::{FrameKind, Header};
 use offbeat_transport::inbox::{Channel, Delivery};
 use offbeat_transport::mesh::Mesh;
-use offbeat_transport::shm::arena::Piece;
 use offbeat_transport::{Interrupt, fork};
 
 pub use council::{Agreed, Council};
 pub use desk::{Desk, Progress, Stuck, Task};
+pub use ferry::Ferry;
 pub use keeping::{Labelled, Rounds, Saved};
+pub use method::Method;
 
-use coder::Coder;
 use exchange::{Exchange, Outcome};
 use post::Post;
 
+use crate::buffer::Storage;
 use crate::codec::Codec;
 use crate::coding::{Count, Tally};
-use crate::graph::{Graph, Peers};
 use crate::{Error, Kind, Result};
 
 /// How long a result that is under way is waited for where it is not needed.
 const DRAIN: Duration = Duration::from_secs(5);
-
-/// What is exchanged, and with whom.
-#[derive(Clone, Copy, Debug)]
-pub enum Method {
-    /// The mean of all members.
-    Average {
-        /// How differences to the last mean are encoded.
-        codec: Option<&'static dyn Codec>,
-    },
-    /// The mean of pairs.
-    Gossip {
-        /// Who meets whom.
-        peers: Peers,
-        /// For random pairs.
-        seed: u64,
-        /// Whether weights travel in 8 bits, modulo the distance between ranks.
-        modular: bool,
-    },
-    /// The weighted mean with the peers of a graph, in rounds that the training threads number alike.
-    Stepwise {
-        /// Who meets whom.
-        peers: Peers,
-        /// For random pairs.
-        seed: u64,
-        /// Whether weights travel in 8 bits, modulo the distance between ranks.
-        modular: bool,
-    },
-    /// Updates to the owners of shards, and their values back.
-    Server {
-        /// How both are encoded.
-        codec: Option<&'static dyn Codec>,
-        /// Whether what the codec loses of updates is kept and sent later.
-        feedback: bool,
-        /// Whether an owner answers only when all members have come as far as who asks.
-        bounded: bool,
-    },
-}
 
 /// What a background exchange is made of.
 #[derive(Clone, Copy, Debug)]
@@ -93,6 +58,9 @@ pub struct Description {
     /// From the beginning of a round to that of the next, at least; none to rest in proportion to what a round takes.
     pub period: Option<Duration>,
 }
+
+/// Makes the ferry of a model that is on a device, for so many numbers.
+pub type Launch<'a> = &'a dyn Fn(usize) -> Result<Arc<dyn Ferry>>;
 
 /// The background exchanges of a model. Dropping it ends them.
 pub struct Background {
@@ -125,46 +93,18 @@ impl Background {
         (channel, members): (u64, &[u32]),
         counts: &[usize],
         description: Description,
-        chunk: usize,
-        timeout: Duration,
+        launch: Option<Launch<'_>>,
+        (chunk, timeout): (usize, Duration),
     ) -> Result<Self> {
-        let codec = match description.method {
-            Method::Average { codec } | Method::Server { codec, .. } => codec,
-            Method::Gossip { .. } | Method::Stepwise { .. } => None,
-        };
-        let grain = codec.map_or(1, Codec::block).next_multiple_of(16);
+        let grain = description.method.codec().map_or(1, Codec::block).next_multiple_of(16);
         let (places, spans, count) = lay_out(counts, grain);
         let tally = Arc::<Tally>::default();
-        let coder = |codec| Coder::new(codec, &spans, count, Arc::clone(&tally));
-        let exchange: Box<dyn Exchange> = match description.method {
-            Method::Average { codec } => Box::new(average::Average::new(count, grain, codec.map(coder))),
-            Method::Gossip { peers, seed, modular } => {
-                if matches!(peers, Peers::All | Peers::Ring) {
-                    let name = peers.name();
-                    return Err(Error::invalid(format!(
-                        "peers={name:?} are no pairs; try: \"random\", \"exponential\" or \"shift_one\""
-                    )));
-                }
-                let graph = Graph::new(peers, members.len(), seed)?;
-                Box::new(gossip::Gossip::new(members, graph, count, modular, Arc::clone(&tally)))
-            }
-            Method::Stepwise { peers, seed, modular } => {
-                // over those that are left, of which there may be any number
-                let graph = Graph::new(peers, 1, seed)?;
-                Box::new(stepwise::Stepwise::new(members, graph, count, modular, Arc::clone(&tally)))
-            }
-            Method::Server { codec, feedback, bounded } => {
-                let coder = codec.map(coder).map(|coder| coder.with_feedback(feedback));
-                Box::new(server::Server::new(members, mesh.me(), count, grain, coder, bounded))
-            }
+        let exchange = description.method.build((mesh.me(), members), (&spans, count, grain), &tally)?;
+        let ferry: Arc<dyn Ferry> = match launch {
+            Some(launch) => launch(count)?,
+            None => Arc::new(ferry::Here::new(mesh.arena(), count)?),
         };
-        let bytes = (count * 4).max(4);
-        let (snapshot, delta) = (mesh.arena().allocate(bytes)?, mesh.arena().allocate(bytes)?);
-        for piece in [&snapshot, &delta] {
-            // SAFETY: the piece is fresh and as long as that.
-            unsafe { std::ptr::write_bytes(piece.start(), 0, bytes) };
-        }
-        let desk = Arc::new(Desk::new(snapshot, delta, count, members.len()));
+        let desk = Arc::new(Desk::new(ferry, count, members.len()));
         // a letter is at most a whole model, or its codes and what goes with them
         let post = Post::new(Arc::clone(mesh), channel, members, chunk, count * 5 + 4096);
         let worker = worker::Worker::new(Arc::clone(&desk), post, exchange, channel, description.period);
@@ -192,7 +132,6 @@ impl Background {
     /// Starts the thread. What is in the snapshot counts as what all began with. A second call does nothing.
     pub fn start(&self) -> Result<()> {
         let Some(mut worker) = self.take_ready() else { return Ok(()) };
-        worker.seed();
         self.desk.begins();
         let (desk, slot) = (Arc::clone(&self.desk), Arc::clone(&self.worker));
         let run = move || {
@@ -213,6 +152,7 @@ impl Background {
         // a thread that ends meanwhile leaves its worker
         for _ in 0..2 {
             if let Slot::Ready(worker) | Slot::Ended(worker) = &*self.slot() {
+                self.wait_for_ferry()?;
                 return Ok(Saved::new(worker.save(), &self.spans));
             }
             self.desk.ask();
@@ -221,11 +161,23 @@ impl Background {
                 return Ok(Saved::new(holdings, &self.spans));
             }
         }
+        Err(self.late("the background thread of", "does not say what it keeps"))
+    }
+
+    fn wait_for_ferry(&self) -> Result<()> {
+        let began = Instant::now();
+        while !self.desk.ferry.is_idle()? {
+            if began.elapsed() >= self.timeout {
+                return Err(self.late("the device of", "has not come to where its weights are copied to the host"));
+            }
+            std::thread::sleep(worker::GLANCE);
+        }
+        Ok(())
+    }
+
+    fn late(&self, who: &str, what: &str) -> Error {
         let name = self.mesh.roster().card(self.mesh.me()).name();
-        Err(Error::new(
-            Kind::Timeout,
-            format!("the background thread of {name} does not say what it keeps; try: see what it logged before"),
-        ))
+        Error::new(Kind::Timeout, format!("{who} {name} {what}; try: see what it logged before"))
     }
 
     /// Gives back what was saved of a tensor, before the thread starts. False if there is no use for it here.
@@ -251,13 +203,19 @@ impl Background {
         &self.places
     }
 
-    /// The memory of snapshot and delta, and how many f32 each holds.
-    pub fn memory(&self) -> (Arc<Piece>, Arc<Piece>, usize) {
-        (Arc::clone(&self.desk.snapshot), Arc::clone(&self.desk.delta), self.desk.count)
+    /// The memory of snapshot and delta, which the training thread copies weights to and adds from, and how many f32 each
+    /// holds.
+    pub fn memory(&self) -> ([Storage; 2], usize) {
+        (self.desk.ferry.memory(), self.desk.count)
     }
 
-    /// What there is to do at a safe point.
-    pub fn look(&self) -> Option<Task> {
+    /// What takes snapshots to the host and deltas back, for the training thread.
+    pub fn ferry(&self) -> &dyn Ferry {
+        &*self.desk.ferry
+    }
+
+    /// What there is to do at a safe point; an error if the device has failed.
+    pub fn look(&self) -> Result<Option<Task>> {
         self.desk.look()
     }
 
@@ -278,7 +236,7 @@ impl Background {
         self.poke();
         let limit = if only_results { self.timeout.min(DRAIN) } else { self.timeout };
         self.desk.wait(only_results, limit, interrupt).map_err(|stuck| match stuck {
-            Stuck::Interrupted(error) => error,
+            Stuck::Interrupted(error) | Stuck::Failed(error) => error,
             Stuck::Late(ranks) => {
                 let roster = self.mesh.roster();
                 let names: Vec<String> = ranks.iter().take(8).map(|rank| roster.card(*rank).name()).collect();

@@ -19,10 +19,11 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
+use super::coder::Coder;
 use super::keeping::{Kept, Room, Rounds};
 use super::post::{About, Envelope, Letter, Post, bytes_of, floats, shard};
 use super::shard::{Opening, Owned, add};
-use super::{Coder, Exchange, Outcome};
+use super::{Exchange, Outcome};
 
 pub(super) struct Server {
     /// All members of the beginning: shard `s` is the part of the model that belongs to the one at place `s`.

@@ -12,6 +12,7 @@ use super::desk::{Desk, Phase};
 use super::keeping::{Holdings, Kept, Room, Rounds};
 use super::post::{About, Post};
 use super::{Exchange, Outcome};
+use crate::Result;
 
 /// How long a round waits before it is noted whom it waits for, and before the user is told, once.
 const LATE: Duration = Duration::from_secs(1);
@@ -23,6 +24,8 @@ const LINGER: Duration = Duration::from_millis(500);
 const RESTS: u32 = 4;
 /// The shortest rest.
 const SOONEST: Duration = Duration::from_micros(100);
+/// Between two looks at a ferry that is on its way.
+pub(super) const GLANCE: Duration = Duration::from_micros(300);
 
 pub(super) struct Worker {
     desk: Arc<Desk>,
@@ -40,6 +43,8 @@ pub(super) struct Worker {
     leaving: Vec<(u32, Instant)>,
     /// What came of rounds while training was paused, to be added with the next.
     carried: Option<Vec<f32>>,
+    /// Whether the next thing to do waits for the ferry.
+    ashore: bool,
 }
 
 impl Worker {
@@ -55,6 +60,7 @@ impl Worker {
             watched,
             leaving: Vec::new(),
             carried: None,
+            ashore: false,
             desk,
             post,
             exchange,
@@ -72,26 +78,27 @@ impl Worker {
         self.desk.ended();
     }
 
-    /// Takes what is in the snapshot as what this rank begins with; on the training thread, which may change it later.
-    pub(super) fn seed(&mut self) {
-        // SAFETY: the thread of this worker has not started, and the caller is the one that fills the snapshot.
-        self.exchange.seed(unsafe { self.desk.snapshot() });
-    }
-
-    /// The thread; false after a panic, which is a bug of ours: training goes on without exchanges.
+    /// The thread; false after a panic, which is a bug of ours: training goes on without exchanges. If the device fails it
+    /// does not.
     pub(super) fn run(&mut self) -> bool {
-        let ended = catch_unwind(AssertUnwindSafe(|| self.serve())).is_ok();
-        if !ended {
-            log::error!("a bug in offbeat: the background thread has panicked; try: report it with the trace above");
-            self.post.say_goodbye();
+        let ended = catch_unwind(AssertUnwindSafe(|| self.serve()));
+        match &ended {
+            Ok(Ok(())) => {}
+            Ok(Err(error)) => self.desk.fail(error.clone()),
+            Err(_) => {
+                log::error!(
+                    "a bug in offbeat: the background thread has panicked; try: report it with the trace above"
+                );
+            }
         }
-        ended
+        self.post.say_goodbye();
+        ended.is_ok()
     }
 
     /// What is kept, for the training thread, which waits for it or is the caller. What came of a round and was not added
     /// yet is a part of it.
     pub(super) fn save(&self) -> Holdings {
-        // SAFETY: the training thread does not touch either while it waits.
+        // SAFETY: the training thread does not touch either while it waits, and whoever asks has seen the ferry idle.
         let (snapshot, delta) = unsafe { (self.desk.snapshot(), &*self.desk.delta()) };
         let (round, mut kept) = self.exchange.save(snapshot);
         let left = match self.desk.view().phase {
@@ -117,10 +124,19 @@ impl Worker {
         self.exchange.go_on(rounds);
     }
 
-    fn serve(&mut self) {
+    fn serve(&mut self) -> Result<()> {
         let mesh = Arc::clone(&self.post.mesh);
         let inbox = mesh.board().open(Channel::Letters(self.channel));
         self.due = Instant::now() + self.period.unwrap_or_default();
+        while !self.desk.view().stop && !self.desk.ferry.is_idle()? {
+            std::thread::sleep(GLANCE);
+        }
+        if self.desk.view().stop {
+            return Ok(());
+        }
+        // SAFETY: in this phase the snapshot is ours.
+        self.exchange.seed(unsafe { self.desk.snapshot() });
+        self.desk.turn_to(Phase::Resting);
         self.exchange.open(&mut self.post);
         while !self.desk.view().stop {
             if let Some(delivery) = inbox.wait(self.patience()) {
@@ -130,16 +146,27 @@ impl Worker {
                 }
             }
             self.look_around();
-            self.turn();
-            if self.desk.saves() {
+            self.ashore = false;
+            self.turn()?;
+            if self.desk.saves() && self.is_idle()? {
                 self.desk.give(self.save());
             }
         }
-        self.post.say_goodbye();
+        Ok(())
+    }
+
+    /// Whether the host's side of snapshot and delta may be used; if not, this is soon asked again.
+    fn is_idle(&mut self) -> Result<bool> {
+        let idle = self.desk.ferry.is_idle()?;
+        self.ashore |= !idle;
+        Ok(idle)
     }
 
     /// How long nothing happens unless somebody writes or pokes: until the next round is due, where one is going to begin.
     fn patience(&self) -> Duration {
+        if self.ashore {
+            return GLANCE;
+        }
         let view = self.desk.view();
         let begins = view.phase == Phase::Resting && !view.paused && self.post.living().len() > 1;
         let left = self.due.saturating_duration_since(Instant::now());
@@ -195,7 +222,7 @@ impl Worker {
     }
 
     /// Does what the phase asks for.
-    fn turn(&mut self) {
+    fn turn(&mut self) -> Result<()> {
         let view = self.desk.view();
         match view.phase {
             Phase::Resting => {
@@ -206,14 +233,18 @@ impl Worker {
                     if self.exchange.is_awaited(&self.post) {
                         self.desk.turn_to(Phase::Taken);
                     }
-                } else if let Some(carried) = self.carried.take() {
-                    // SAFETY: while nothing is under way the delta is ours.
-                    unsafe { self.desk.delta() }.copy_from_slice(&carried);
-                    self.desk.turn_to(Phase::Done(true));
+                } else if self.carried.is_some() {
+                    if self.is_idle()? {
+                        let carried = self.carried.take().unwrap_or_default();
+                        // SAFETY: while nothing is under way the delta is ours.
+                        unsafe { self.desk.delta() }.copy_from_slice(&carried);
+                        self.hand_over()?;
+                    }
                 } else if now && self.post.living().len() > 1 {
                     self.desk.turn_to(Phase::Wanted);
                 }
             }
+            Phase::Taken if !self.is_idle()? => {}
             Phase::Taken => {
                 if self.began.is_none() {
                     self.began = Some(Instant::now());
@@ -221,13 +252,14 @@ impl Worker {
                     let snapshot = unsafe { self.desk.snapshot() };
                     self.exchange.begin(&mut self.post, snapshot, view.clock);
                 }
-                self.advance();
+                self.advance()?;
             }
-            Phase::Wanted | Phase::Done(_) => {}
+            Phase::Seeding | Phase::Wanted | Phase::Done(_) => {}
         }
+        Ok(())
     }
 
-    fn advance(&mut self) {
+    fn advance(&mut self) -> Result<()> {
         let desk = Arc::clone(&self.desk);
         // SAFETY: in this phase both are ours, and nobody else has borrowed them.
         let (snapshot, delta) = unsafe { (desk.snapshot(), desk.delta()) };
@@ -248,7 +280,7 @@ impl Worker {
                     }
                     self.desk.waits_for(late);
                 }
-                return;
+                return Ok(());
             }
             Outcome::Done => {
                 let spread = delta.iter().map(|d| f64::from(*d).powi(2)).sum::<f64>().sqrt();
@@ -256,7 +288,7 @@ impl Worker {
                     progress.rounds += 1;
                     progress.spread = spread;
                 });
-                self.finish(delta);
+                self.finish(delta)?;
             }
             Outcome::Idle if self.desk.view().paused || self.carried.is_some() => self.desk.turn_to(Phase::Resting),
             Outcome::Idle => self.desk.turn_to(Phase::Done(false)),
@@ -267,10 +299,11 @@ impl Worker {
         }
         self.began = None;
         self.due = next(self.period, began, Instant::now());
+        Ok(())
     }
 
     /// Hands the delta over. While training is paused it is kept, and added to the snapshot, which stands for the model.
-    fn finish(&mut self, delta: &mut [f32]) {
+    fn finish(&mut self, delta: &mut [f32]) -> Result<()> {
         if self.desk.view().paused {
             // SAFETY: in this phase the snapshot is ours, and the slice of the round is used no more.
             let snapshot = unsafe { self.desk.snapshot_mut() };
@@ -280,12 +313,19 @@ impl Worker {
                 None => self.carried = Some(delta.to_vec()),
             }
             self.desk.keep();
-            return;
+            return Ok(());
         }
         if let Some(carried) = self.carried.take() {
             delta.iter_mut().zip(carried).for_each(|(delta, carried)| *delta += carried);
         }
+        self.hand_over()
+    }
+
+    /// The delta is for the training thread, which has it added when it has come to where the model is.
+    fn hand_over(&self) -> Result<()> {
+        self.desk.ferry.send()?;
         self.desk.turn_to(Phase::Done(true));
+        Ok(())
     }
 }
 

@@ -1,0 +1,66 @@
+"""Where a model's parameters meet exchanges in the background: they are copied into its snapshot, and its delta is
+added to them, on the host or on a GPU.
+
+On a GPU both are tensors there. Torch's current stream copies and adds; the core takes snapshots to the host and deltas
+back on a stream of its own, and the host waits for neither.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from . import _core, devices, hooks, runtime
+
+
+class Snapshots:
+    """A model's snapshot and delta, in the shapes of its parameters, and the core's exchanges of them."""
+
+    def __init__(
+        self,
+        group: _core.Group,
+        parameters: Sequence[Tensor],
+        method: str,
+        arguments: dict[str, object],
+        *,
+        period: float,
+        device: devices.Device | None = None,
+    ) -> None:
+        # the objects themselves: users may point them to other memory
+        self.parameters, self._device = list(parameters), device
+        counts = [hooks.elements(parameter) for parameter in self.parameters]
+        place = None if device is None else (device.index, device.zeros)
+        self.core = runtime.current().background(group, counts, method, arguments, period=period, device=place)
+        flats = [memory if isinstance(memory, Tensor) else from_dlpack(memory) for memory in self.core.memory()]
+        self._snapshots, self._deltas = (
+            [hooks.places(flat, p, place) for p, place in zip(self.parameters, self.core.places, strict=True)]
+            for flat in flats
+        )
+
+    def copy(self) -> None:
+        """Makes the parameters the snapshot."""
+        with torch.no_grad():
+            hooks.fill(self._snapshots, self.parameters)
+        if self._device is not None:
+            self.core.fetch(self._device.current_stream())
+
+    def add(self) -> None:
+        """Adds the delta to the parameters."""
+        if self._device is not None:
+            self.core.land(self._device.current_stream())
+            self._device.joined()
+        with torch.no_grad():
+            torch._foreach_add_(self.parameters, self._deltas)
+        if self._device is not None:
+            self.core.landed(self._device.current_stream())
+
+    def do(self, task: str, clock: int) -> None:
+        """What the core asks for at a safe point, after so many steps."""
+        if task == "snapshot":
+            self.copy()
+            self.core.taken(clock)
+            return
+        if task == "apply":
+            self.add()
+        self.core.applied()
