@@ -41,6 +41,9 @@ use crate::graph::Peers;
 use crate::group::Group;
 use crate::{Error, Kind, Result};
 
+/// Elements that are worked on together: a multiple of every codec's block.
+const CHUNK: usize = 8192;
+
 pub(super) struct Replicas {
     mixing: Mixing,
     codec: Option<&'static dyn Codec>,
@@ -85,10 +88,11 @@ impl Replicas {
             residuals: None,
             tally: Arc::clone(round.tally),
         });
-        let wire = Wire { coding, places: self.places() };
+        let places = self.places();
+        let wire = Wire { coding, chunks: self.chunks(&places), places };
         let mine = self.encode(round, &wire, memories);
         let theirs = self.exchange(round, &wire, mine.bytes())?;
-        self.apply(round, &wire, (mine.bytes(), &theirs), memories);
+        self.apply(round, &wire, (mine.bytes(), theirs.bytes()), memories);
         Ok(())
     }
 
@@ -103,30 +107,51 @@ impl Replicas {
         self.spans.iter().map(place).collect()
     }
 
+    /// The elements of all slots, some at a time.
+    fn chunks(&self, places: &[Range<usize>]) -> Vec<Chunk> {
+        let len = |count: usize| self.codec.map_or(count * size_of::<f32>(), |codec| codec.encoded_len(count));
+        let mut chunks = Vec::new();
+        for (slot, (span, place)) in self.spans.iter().zip(places).enumerate() {
+            for first in (0..span.len()).step_by(CHUNK) {
+                let last = (first + CHUNK).min(span.len());
+                chunks.push(Chunk {
+                    slot,
+                    within: first..last,
+                    range: span.start + first..span.start + last,
+                    bytes: place.start + len(first)..place.start + len(last),
+                });
+            }
+        }
+        chunks
+    }
+
     /// What this host tells the others.
     fn encode(&self, round: &Round<'_>, wire: &Wire, memories: &mut [Memory]) -> Owned {
         let (_, (host, _)) = round.group.seats();
         let mut bytes = Owned::new(DType::U8, vec![wire.places.last().map_or(0, |place| place.end) as u64]);
-        let mut told: Vec<f32> = Vec::new();
-        for (slot, range) in self.spans.iter().enumerate() {
+        let mut told: Vec<f32> = Vec::with_capacity(CHUNK);
+        for Chunk { slot, within, range, bytes: place } in &wire.chunks {
+            let (slot, within) = (*slot, within.clone());
             told.clear();
             with_floats(round.buffer, range.clone(), |values| match (&self.mixing.rule, &mut *memories) {
                 (Rule::Ring(..), [own, l, r]) => {
                     let (a, b) = self.mixing.draws();
-                    let known = own.slot(slot).iter().zip(l.slot(slot)).zip(r.slot(slot));
+                    let (own, l, r) = (own.slot(slot), l.slot(slot), r.slot(slot));
+                    let known = own[within.clone()].iter().zip(&l[within.clone()]).zip(&r[within.clone()]);
                     told.extend(values.iter().zip(known).map(|(x, ((w, l), r))| (x - w) + a * (*l - w) + b * (*r - w)));
                 }
                 (_, memories) => {
-                    told.extend(values.iter().zip(memories[0].slot(slot)).map(|(value, known)| value - *known));
+                    let known = &memories[0].slot(slot)[within];
+                    told.extend(values.iter().zip(known).map(|(value, known)| value - *known));
                 }
             });
-            wire.encode(&told, range, host as u32, &mut bytes.bytes_mut()[wire.places[slot].clone()]);
+            wire.encode(&told, range, host as u32, &mut bytes.bytes_mut()[place.clone()]);
         }
         bytes
     }
 
     /// What each peer host tells, in their order.
-    fn exchange(&self, round: &Round<'_>, wire: &Wire, mine: &[u8]) -> Result<Vec<u8>> {
+    fn exchange(&self, round: &Round<'_>, wire: &Wire, mine: &[u8]) -> Result<Owned> {
         let (hosts, (_, seat)) = round.group.seats();
         let carriers = hosts.iter().map(Vec::len).min().unwrap_or(1);
         let carried: Vec<Range<usize>> = self.carried(carriers, seat).map(|slot| wire.places[slot].clone()).collect();
@@ -151,7 +176,7 @@ impl Replicas {
             let tensor = Shaped { shape: theirs.shape.clone(), buffer: theirs.buffer() };
             round.call(Call::HostReduce { tensor, op: Op::Bor })?;
         }
-        Ok(theirs.bytes().to_vec())
+        Ok(theirs)
     }
 
     /// The slots that a seat carries between hosts, out of so many seats: about as many elements each.
@@ -167,37 +192,35 @@ impl Replicas {
 
     /// Brings all copies up to date, and the weights to where they go.
     fn apply(&self, round: &Round<'_>, wire: &Wire, (mine, theirs): (&[u8], &[u8]), memories: &mut [Memory]) {
-        let mut news: Vec<f32> = Vec::new();
-        for (slot, range) in self.spans.iter().enumerate() {
-            let place = &wire.places[slot];
+        let mut news: Vec<f32> = Vec::with_capacity(CHUNK);
+        for Chunk { slot, within, range, bytes } in &wire.chunks {
+            let (slot, within) = (*slot, within.clone());
             news.resize(range.len(), 0.0);
-            wire.decode(&mine[place.clone()], range, &mut news);
-            match self.mixing.rule {
-                Rule::Ring(..) => add(memories[0].slot(slot), &news, 1.0),
-                Rule::Choco(_) => {
-                    add(memories[0].slot(slot), &news, 1.0);
-                    add(memories[1].slot(slot), &news, self.mixing.own);
-                }
+            wire.decode(&mine[bytes.clone()], range, &mut news);
+            add(&mut memories[0].slot(slot)[within.clone()], &news, 1.0);
+            if let Rule::Choco(_) = self.mixing.rule {
+                add(&mut memories[1].slot(slot)[within.clone()], &news, self.mixing.own);
             }
             for (at, (_, weight)) in self.mixing.peers.iter().enumerate() {
-                wire.decode(&theirs[at * mine.len()..][place.clone()], range, &mut news);
+                wire.decode(&theirs[at * mine.len()..][bytes.clone()], range, &mut news);
                 match self.mixing.rule {
                     Rule::Ring(left, right) => {
                         for (memory, _) in [(1, left), (2, right)].into_iter().filter(|(_, side)| *side == at) {
-                            add(memories[memory].slot(slot), &news, 1.0);
+                            add(&mut memories[memory].slot(slot)[within.clone()], &news, 1.0);
                         }
                     }
-                    Rule::Choco(_) => add(memories[1].slot(slot), &news, *weight),
+                    Rule::Choco(_) => add(&mut memories[1].slot(slot)[within.clone()], &news, *weight),
                 }
             }
             with_floats(round.buffer, range.clone(), |values| match (&self.mixing.rule, &mut *memories) {
                 (Rule::Choco(gamma), [own, sum]) => {
-                    for ((value, own), sum) in values.iter_mut().zip(own.slot(slot)).zip(sum.slot(slot)) {
+                    let (own, sum) = (&own.slot(slot)[within.clone()], &sum.slot(slot)[within]);
+                    for ((value, own), sum) in values.iter_mut().zip(own).zip(sum) {
                         *value += gamma * (*sum - *own);
                     }
                 }
                 (_, memories) => {
-                    for (value, own) in values.iter_mut().zip(memories[0].slot(slot)) {
+                    for (value, own) in values.iter_mut().zip(&memories[0].slot(slot)[within]) {
                         // what is not finite here has changed no copy, and is for this rank to see
                         *value = if value.is_finite() { *own } else { *value };
                     }
@@ -207,12 +230,23 @@ impl Replicas {
     }
 }
 
+/// Some elements of a slot, few enough to stay in the cache from one pass over them to the next.
+struct Chunk {
+    slot: usize,
+    /// Places in the slot, in the bucket, and among the encoded bytes.
+    within: Range<usize>,
+    range: Range<usize>,
+    bytes: Range<usize>,
+}
+
 /// How values travel.
 struct Wire {
     /// None for plain f32.
     coding: Option<Coding>,
     /// The bytes of each slot.
     places: Vec<Range<usize>>,
+    /// All elements, in order.
+    chunks: Vec<Chunk>,
 }
 
 impl Wire {
@@ -242,8 +276,9 @@ impl Wire {
 
 /// Adds what is finite; the other side leaves out the same.
 fn add(known: &mut [f32], news: &[f32], weight: f32) {
-    for (known, new) in known.iter_mut().zip(news).filter(|(_, new)| new.is_finite()) {
-        *known += weight * new;
+    for (known, new) in known.iter_mut().zip(news) {
+        // a choice and no branch, so that several go at once
+        *known = if new.is_finite() { *known + weight * new } else { *known };
     }
 }
 
