@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use offbeat_core::algorithm::{self, Carried, Keeper, Lent, Step, Trip, numbers, spans};
+use offbeat_core::algorithm::{self, Carried, Keeper, LEFT, Lent, Step, Trip, numbers, selection, spans};
 use offbeat_core::bucket::{Bucket, Tensor};
 use offbeat_core::buffer::Buffer;
 use offbeat_core::codec::Codec;
@@ -20,6 +20,7 @@ use crate::gossip::Gossip;
 use crate::memory::Piece;
 use crate::pinned::Words;
 use crate::queue::{Kind, Lane, Work};
+use crate::select::Select;
 use crate::stream::{Mark, Stream};
 
 /// For how many rounds blocks that are not finite are counted by themselves.
@@ -85,6 +86,10 @@ impl Carrier {
             }
             Step::HostReduce if group.layout.hosts.iter().all(|members| members.len() == 1) => return Ok(None),
             Step::HostReduce => Stage::Gossip(Arc::new(Gossip::inside(group, count, dtype)?)),
+            Step::Select { ratio, .. } => {
+                let plan = Select::build(group, &selection(*ratio, bucket, tensors)?, count, dtype)?;
+                Stage::Select { plan: Arc::new(plan), left: group.upload(&vec![0; count * size_of::<f32>()])? }
+            }
             other => return Err(cannot(other.name(), group.stream.device().ordinal())),
         }))
     }
@@ -93,7 +98,7 @@ impl Carrier {
 fn cannot(step: &str, device: u32) -> Error {
     Error::unsupported(format!(
         "the step {step} is not carried on a GPU by this version, and the model is on cuda:{device}; try: model.cpu(), or an \
-         algorithm whose steps are: allreduce, bytegrad, qsgd, local_sgd, decentralized"
+         algorithm whose steps are: allreduce, bytegrad, qsgd, topk, local_sgd, decentralized"
     ))
 }
 
@@ -193,6 +198,10 @@ enum Stage {
         traffic: (u64, u64),
     },
     Gossip(Arc<Gossip>),
+    Select {
+        plan: Arc<Select>,
+        left: Piece,
+    },
 }
 
 /// Steps of an algorithm, built for one bucket.
@@ -217,22 +226,31 @@ impl List {
                 let odd = self.odd.address(trip.step);
                 Kind::Compressed { plan: Arc::clone(plan), stream: mix(*seed, trip.step), kept, odd }
             }
+            Stage::Select { plan, left } => {
+                let traffic = plan.traffic();
+                trip.tally.add(traffic.0, traffic.1, 0);
+                Kind::Select { plan: Arc::clone(plan), left: left.address(), odd: self.odd.address(trip.step) }
+            }
         };
         Work { kind, buffer: trip.buffer, what: trip.what.to_owned() }
     }
 
-    fn pieces(&self) -> impl Iterator<Item = (usize, &'static str, &Piece)> {
+    /// What is kept: (step, name, whose it is), and where.
+    fn pieces(&self) -> impl Iterator<Item = ((usize, &'static str, Keeper), &Piece)> {
         self.stages.iter().flat_map(|(number, stage)| {
             let kept = match stage {
-                Stage::Coded { kept: Some([shares, results]), .. } => vec![("shares", shares), ("results", results)],
+                Stage::Coded { kept: Some([shares, results]), .. } => {
+                    vec![("shares", Keeper::Carrier, shares), ("results", Keeper::Carrier, results)]
+                }
+                Stage::Select { left, .. } => vec![(LEFT, Keeper::Each, left)],
                 _ => Vec::new(),
             };
-            kept.into_iter().map(move |(name, piece)| (*number, name, piece))
+            kept.into_iter().map(move |(name, keeper, piece)| ((*number, name, keeper), piece))
         })
     }
 
     fn piece(&self, at: usize) -> Result<&Piece> {
-        let piece = self.pieces().nth(at).map(|(.., piece)| piece);
+        let piece = self.pieces().nth(at).map(|(_, piece)| piece);
         piece.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
     }
 }
@@ -244,7 +262,7 @@ impl Carried for List {
     }
 
     fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
-        self.pieces().map(|(number, name, _)| (number, name, Keeper::Carrier)).collect()
+        self.pieces().map(|(what, _)| what).collect()
     }
 
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>> {

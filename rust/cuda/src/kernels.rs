@@ -1,4 +1,5 @@
-//! The kernels of `kernels/`, by their names and arguments. `kernels/README.md` declares them; this is their only caller.
+//! The kernels of `kernels/`, by their names and arguments. `kernels/README.md` declares them; this is their only caller, with
+//! `top_k.rs` for selection.
 //!
 //! A module is handed to the driver when a kernel of it is first asked for, since the driver compiles it then: a job that
 //! uses one codec does not wait for all others.
@@ -75,7 +76,7 @@ impl Kernels {
         Arc::new(Kernels { device: Arc::clone(device), images, loaded: Mutex::default() })
     }
 
-    fn function(&self, file: &'static str, name: &str) -> Result<Arc<Function>> {
+    pub(crate) fn function(&self, file: &'static str, name: &str) -> Result<Arc<Function>> {
         let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(function) = loaded.functions.get(name) {
             return Ok(Arc::clone(function));
@@ -202,7 +203,8 @@ fn file(codec: &dyn Codec) -> &'static str {
     }
 }
 
-fn suffix(dtype: DType) -> Result<&'static str> {
+/// How kernels call a type.
+pub(crate) fn suffix(dtype: DType) -> Result<&'static str> {
     match dtype {
         DType::F32 => Ok("f32"),
         DType::F16 => Ok("f16"),

@@ -8,8 +8,8 @@
 //!
 //! - [`site`]: what a rank has of CUDA; [`carrier`]: a model's steps, core's `Carrier`
 //! - [`queue`]: collectives in order, core's `Queue`; [`watch`]: the thread that sees when they hang
-//! - [`compressed`], [`gossip`], [`collective`]: what is enqueued for each; [`plan`]: who carries what (pure)
-//! - [`kernels`]: our kernels by name; [`module`]: PTX on a device
+//! - [`compressed`], [`select`], [`gossip`], [`collective`]: what is enqueued for each; [`plan`]: who carries what (pure)
+//! - [`kernels`], [`top_k`]: our kernels by name; [`module`]: PTX on a device
 //! - [`communicator`]: ranks that NCCL connects; [`nccl`]: its library; [`story`]: what became of a communicator
 //! - [`stream`], [`memory`], [`pinned`], [`device`]: the driver's things; [`library`]: whether it is there
 //!
@@ -39,7 +39,9 @@ pub mod nccl;
 pub mod pinned;
 pub mod plan;
 pub mod queue;
+pub mod select;
 pub mod site;
 pub mod story;
 pub mod stream;
+pub mod top_k;
 pub mod watch;

@@ -16,6 +16,7 @@ use offbeat_core::{Interrupt, Result};
 use crate::collective::Group;
 use crate::compressed::{Compressed, Residuals};
 use crate::gossip::Gossip;
+use crate::select::Select;
 use crate::stream::{Address, Mark};
 use crate::watch::Watch;
 
@@ -50,6 +51,15 @@ pub enum Kind {
         plan: Arc<Gossip>,
         /// The step.
         step: u64,
+    },
+    /// The mean of the largest elements of all members.
+    Select {
+        /// How, as it was built for this bucket.
+        plan: Arc<Select>,
+        /// What was left of earlier runs.
+        left: Address,
+        /// Where elements that are not finite are counted.
+        odd: Address,
     },
     /// A member's tensor to all.
     Broadcast {
@@ -125,6 +135,7 @@ impl Lane {
                 Kind::AllReduce(op) => self.group.all_reduce(*buffer, *op),
                 Kind::Broadcast { root } => self.group.broadcast(*buffer, *root),
                 Kind::Compressed { plan, stream, kept, odd } => plan.run(&self.group, *buffer, *stream, *kept, *odd),
+                Kind::Select { plan, left, odd } => plan.run(&self.group, *buffer, *left, *odd),
                 Kind::Gossip { plan, step } => plan.run(&self.group, *buffer, *step),
             }
         }

@@ -315,6 +315,13 @@ API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *handle)
     stream->push([=] { memmove(host(to), host(from), bytes); });
     return OK;
 }
+API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *handle) {
+    BEGIN(true);
+    STREAM;
+    if (!is_ours(at, bytes)) return INVALID_VALUE;
+    stream->push([=] { memset(host(at), value, bytes); });
+    return OK;
+}
 
 API cuModuleLoadData(Module **module, const void *image) {
     BEGIN(true);

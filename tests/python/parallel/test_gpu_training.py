@@ -14,6 +14,8 @@ pytestmark = [
 
 # ranks by host
 LAYOUTS = {"alone on a host": "ab", "three hosts": "abc", "two each": "aabb", "three and one": "aaab", "one host": "aa"}
+# where both hosts and their ranks are several, NCCL adds up in an order of its own
+IN_ORDER = ["alone on a host", "three hosts", "one host"]
 PLAIN = ["allreduce", "LocalSGD(every=2)", "Decentralized(peers='ring')", "Decentralized()"]
 CODED = [
     "bytegrad",
@@ -21,6 +23,14 @@ CODED = [
     "ByteGrad(feedback=True)",
     "ByteGrad(average=False, hierarchical=False)",
     "Coded('onebit')",
+]
+
+
+SELECTED = [
+    "topk",
+    "TopK(ratio=0.2)",
+    "TopK(ratio=0.1, hierarchical=False)",
+    "TopK(ratio=1.0)",
 ]
 
 
@@ -72,8 +82,20 @@ def test_short_floats_too(train, dtype):
     train(both, "ab", dtype, "bytegrad", "Coded('onebit')")
 
 
-# where both hosts and their ranks are several, NCCL adds up in an order of its own
-@pytest.mark.parametrize("layout", ["alone on a host", "three hosts", "one host"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_selected_training_has_the_bits_of_the_cpu(train, layout):
+    # a warm-up is plain training
+    warm = ["TopK(ratio=0.05, warmup_steps=2)"] if layout in IN_ORDER else []
+    train(both, LAYOUTS[layout], "float32", *SELECTED, *warm)
+
+
+@pytest.mark.parametrize("layout", ["alone on a host", "two each"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_selected_short_floats_too(train, layout, dtype):
+    train(both, LAYOUTS[layout], dtype, "TopK(ratio=0.1)")
+
+
+@pytest.mark.parametrize("layout", IN_ORDER)
 def test_plain_training_has_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", *PLAIN)
 
@@ -85,7 +107,7 @@ def test_four_hosts(train):
 # the first stream is torch's, the others are ours
 @pytest.mark.parametrize("lazy", [0b00000000, 0b00000001, 0b11111110, 0b11111111])
 def test_every_schedule_of_streams_gives_the_same_bits(train, lazy):
-    train(both, "ab", "float32", "bytegrad", "allreduce", FAKECUDA_SCHED=lazy)
+    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", FAKECUDA_SCHED=lazy)
 
 
 # torch's, that of gradients and that of weights
@@ -165,7 +187,7 @@ def resumed():
     offbeat.init(timeout=20.0)
     double = Double()
     with in_place_of_a_gpu(double):
-        for algorithm in ("ByteGrad(feedback=True)", "qsgd"):
+        for algorithm in ("ByteGrad(feedback=True)", "qsgd", "TopK(ratio=0.1)", "TopK(ratio=0.1, warmup_steps=2)"):
             model, optimizer = make(algorithm)
             for number in range(6):
                 if number == 3:
@@ -186,8 +208,9 @@ def resumed():
     leave(double)
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_bit(train):
-    train(resumed, "ab")
+@pytest.mark.parametrize("layout", ["alone on a host", "two each"])
+def test_a_run_that_was_stopped_goes_on_to_the_bit(train, layout):
+    train(resumed, LAYOUTS[layout])
 
 
 def failing():
@@ -266,7 +289,7 @@ def refused():
     offbeat.init(timeout=10.0)
     if case == "steps":
         with in_place_of_a_gpu(Double()):
-            kinds = {"PowerSGD()": "low_rank", "TopK()": "select", "QAdam(warmup_steps=1)": "momentum"}
+            kinds = {"PowerSGD()": "low_rank", "QAdam(warmup_steps=1)": "momentum"}
             kinds |= {"DiLoCo(every=2)": "difference", "LowPrecisionDecentralized()": "replicas"}
             for algorithm, name in kinds.items():
                 fails(offbeat.errors.Unsupported, f"{name} is not carried on a GPU|try: model.cpu()", make, algorithm)

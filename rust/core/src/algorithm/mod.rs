@@ -22,6 +22,7 @@ pub use apply::{Function, Room};
 pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
 pub use memory::{Keeper, Saved, spans};
 pub use pipeline::{Pipeline, Round};
+pub use select::{LEFT, selection};
 pub use step::Step;
 
 use crate::bucket::Grain;

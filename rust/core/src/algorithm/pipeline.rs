@@ -122,6 +122,7 @@ impl Pipeline {
                 step.name()
             )));
         }
+        first.iter().chain(steps).try_for_each(|step| check_dtype(step, bucket.dtype))?;
         let mut pipeline = Pipeline { warmup: *warmup, first: first.len(), ..Pipeline::default() };
         if let Some(carrier) = carrier {
             let build = |steps| carrier.build(steps, bucket, tensors);
@@ -144,9 +145,6 @@ impl Pipeline {
         memory: &Storage,
         group: &Group,
     ) -> Result<Stage> {
-        if !matches!(step, Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. }) {
-            check_dtype(step, bucket.dtype)?;
-        }
         let (work, memories) = match step {
             Step::AllReduce { op, codec, feedback, seed, .. } => {
                 let (stage, memories) = AllReduce::build(*op, *codec, *feedback, *seed, bucket, tensors)?;
@@ -315,8 +313,10 @@ impl Stage {
 }
 
 fn check_dtype(step: &Step, dtype: DType) -> Result<()> {
-    match dtype {
-        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+    match (step, dtype) {
+        // these take all, or say themselves what they do not take
+        (Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. }, _) => Ok(()),
+        (_, DType::F32 | DType::F16 | DType::BF16) => Ok(()),
         _ => Err(Error::invalid(format!(
             "the step {} does not take {dtype}; try: float32, float16 or bfloat16 parameters, or another algorithm",
             step.name()
