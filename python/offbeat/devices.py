@@ -6,6 +6,7 @@ buckets is torch's, so that its allocator knows of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ class Device(Protocol):
     def current_stream(self) -> int: ...  # the handle of torch's, on the calling thread
     def zeros(self, count: int, dtype: str, stream: int) -> Tensor: ...  # that a stream of ours uses too
     def joined(self) -> None: ...  # when the current stream has been told to wait
+    def within(self, stream: int) -> AbstractContextManager[object]: ...  # where torch works on a stream of ours
 
 
 class Cuda:
@@ -38,14 +40,21 @@ class Cuda:
     def zeros(self, count: int, dtype: str, stream: int) -> Tensor:
         """Memory for a bucket; torch does not give it to anybody else before our stream is done with it."""
         flat = torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
-        ours = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
-        flat.record_stream(ours)
+        flat.record_stream(self._ours(stream))
         # made between rounds; whoever writes to it first may be on another stream
         torch.cuda.current_stream(self.device).synchronize()
         return flat
 
     def joined(self) -> None:
         """Nothing: what comes on the stream waits."""
+
+    def within(self, stream: int) -> AbstractContextManager[object]:
+        """Makes a stream of ours the current one: what is enqueued inside runs between our kernels."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._ours(stream))
+        return context
+
+    def _ours(self, stream: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
 
 
 # How a device is made, by torch's name for its kind; the CPU is none.
@@ -64,8 +73,12 @@ def of(named: Iterable[tuple[str, Tensor]]) -> Device | None:
             f"model.to({str(first)!r}) before wrapping, and one process for each GPU"
         )
     (device,) = places or (torch.device("cpu"),)
-    make = KINDS.get(device.type)
-    return None if make is None else make(device)
+    return None if device.type not in KINDS else KINDS[device.type](device)
+
+
+def of_tensor(tensor: Tensor) -> Device:
+    """The device of a bucket that is on one."""
+    return KINDS[tensor.device.type](tensor.device)
 
 
 def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -9,7 +9,7 @@ from standin import Double, in_place_of_a_gpu
 from torch import nn
 
 import offbeat
-from offbeat.steps import AllReduce
+from offbeat.steps import AllReduce, Apply
 
 STEPS = 5
 
@@ -23,6 +23,30 @@ class Coded(offbeat.Algorithm):
 
     def steps(self):
         return [AllReduce("mean", self.codec, feedback=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Vote(offbeat.Algorithm):
+    """The example of docs/algorithms.md: ranks vote with the signs of their momentum. It may fail in a step."""
+
+    name = "vote"
+    codec: str | None = "onebit"
+    fails: int = -1
+
+    def steps(self):
+        return [Apply(self.vote, state=["momentum", "seen"]), AllReduce("sum", self.codec), Apply(self.count)]
+
+    def vote(self, bucket):
+        if bucket.step == self.fails and offbeat.rank() == 1:
+            raise ValueError("not in this step")
+        momentum = bucket.state["momentum"].lerp_(bucket.values.float(), 0.1)
+        bucket.state["seen"].add_(bucket.step)
+        bucket.values.copy_(momentum.sign())
+
+    def count(self, bucket):
+        bucket.values.sign_()
+        for name, piece in bucket.tensors():
+            piece.mul_(len(name))
 
 
 class Model(nn.Module):
@@ -45,7 +69,9 @@ def make(algorithm, dtype=torch.float32, *, seed=0, bucket_bytes=8000):
     model = Model(dtype)
     short = dtype is not torch.float32
     optimizer = (torch.optim.SGD if short else torch.optim.Adam)(model.parameters(), lr=0.01)
-    chosen = eval(algorithm, vars(offbeat.algorithms) | {"Coded": Coded}) if "(" in algorithm else algorithm
+    chosen = (
+        eval(algorithm, vars(offbeat.algorithms) | {"Coded": Coded, "Vote": Vote}) if "(" in algorithm else algorithm
+    )
     return model, offbeat.DistributedOptimizer(optimizer, model, chosen, bucket_bytes=bucket_bytes)
 
 
@@ -72,8 +98,8 @@ def train(algorithm, dtype=torch.float32, steps=STEPS):
 
 
 def whole(kept, label):
-    """What is kept of a tensor, wherever it lies: on the GPU others carry and sum an element, and never several. All else
-    is every rank's own."""
+    """What is kept of a tensor, wherever it lies: on the GPU others carry and sum an element, and never several. All
+    else is every rank's own."""
     if not label.endswith(("shares", "results")):
         return kept
     rows, hosts = offbeat.all_gather(kept), offbeat.all_gather_object(offbeat.host())

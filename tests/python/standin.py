@@ -103,6 +103,12 @@ class Device:
     def joined(self) -> None:
         self.double.drain()
 
+    @contextlib.contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        # what torch does here it does on the host at once, so the stream must have come so far
+        self.double.cuda.fakecuda_drain(ctypes.c_void_p(stream))
+        yield
+
 
 @contextlib.contextmanager
 def in_place_of_a_gpu(double: Double) -> Iterator[None]:

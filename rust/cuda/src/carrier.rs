@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use offbeat_core::algorithm::{self, Carried, Keeper, LEFT, Lent, Step, Trip, numbers, selection, spans};
+use offbeat_core::algorithm::{
+    self, Apply, Carried, Keeper, LEFT, Lent, Step, Storage, Trip, numbers, selection, spans,
+};
 use offbeat_core::bucket::{Bucket, Tensor};
 use offbeat_core::buffer::Buffer;
 use offbeat_core::codec::Codec;
@@ -21,7 +23,7 @@ use crate::memory::Piece;
 use crate::pinned::Words;
 use crate::queue::{Kind, Lane, Work};
 use crate::select::Select;
-use crate::stream::{Mark, Stream};
+use crate::stream::{Address, Mark, Stream};
 
 /// For how many rounds blocks that are not finite are counted by themselves.
 const ROUNDS: u64 = 64;
@@ -64,7 +66,7 @@ impl Carrier {
         unsafe { Stream::borrow(self.lane.group().stream.device(), stream) }
     }
 
-    fn stage(&self, step: &Step, bucket: &Bucket, tensors: &[Tensor]) -> Result<Option<Stage>> {
+    fn stage(&self, step: &Step, bucket: &Bucket, tensors: &[Tensor], memory: &Storage) -> Result<Option<Stage>> {
         let (group, count, dtype) = (self.lane.group(), bucket.count, bucket.dtype);
         Ok(Some(match step {
             Step::AllReduce { op, codec: None, .. } => Stage::Plain(*op),
@@ -89,6 +91,13 @@ impl Carrier {
             Step::Select { ratio, .. } => {
                 let plan = Select::build(group, &selection(*ratio, bucket, tensors)?, count, dtype)?;
                 Stage::Select { plan: Arc::new(plan), left: group.upload(&vec![0; count * size_of::<f32>()])? }
+            }
+            Step::Apply { function, states } => {
+                let numbers = Bucket { dtype: DType::F32, ..bucket.clone() };
+                let state =
+                    |name: &String| Ok((name.clone(), Storage::Lent(algorithm::Carrier::allocate(self, &numbers)?)));
+                let states = states.iter().map(state).collect::<Result<_>>()?;
+                Stage::Apply { apply: Apply::new(function, bucket, tensors, memory), states }
             }
             other => return Err(cannot(other.name(), group.stream.device().ordinal())),
         }))
@@ -117,10 +126,10 @@ impl algorithm::Carrier for Carrier {
         (self.allocate)(bucket, self.lane.group().stream.raw() as u64)
     }
 
-    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor]) -> Result<Box<dyn Carried>> {
+    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor], memory: &Storage) -> Result<Box<dyn Carried>> {
         let mut stages = Vec::new();
         for (number, step) in steps.iter().enumerate() {
-            stages.extend(self.stage(step, bucket, tensors)?.map(|stage| (number, stage)));
+            stages.extend(self.stage(step, bucket, tensors, memory)?.map(|stage| (number, stage)));
         }
         Ok(Box::new(List { lane: Arc::clone(&self.lane), odd: Arc::clone(&self.odd), stages }))
     }
@@ -202,6 +211,11 @@ enum Stage {
         plan: Arc<Select>,
         left: Piece,
     },
+    Apply {
+        apply: Apply,
+        /// By name, in memory of torch's: the function may hold on to it.
+        states: Vec<(String, Storage)>,
+    },
 }
 
 /// Steps of an algorithm, built for one bucket.
@@ -213,7 +227,7 @@ struct List {
 }
 
 impl List {
-    fn work(&self, stage: &Stage, trip: &Trip<'_>) -> Work {
+    fn work<'a>(&self, stage: &'a Stage, trip: &Trip<'a>) -> Work<'a> {
         let kind = match stage {
             Stage::Plain(op) => Kind::AllReduce(*op),
             Stage::Gossip(plan) => Kind::Gossip { plan: Arc::clone(plan), step: trip.step },
@@ -226,6 +240,10 @@ impl List {
                 let odd = self.odd.address(trip.step);
                 Kind::Compressed { plan: Arc::clone(plan), stream: mix(*seed, trip.step), kept, odd }
             }
+            Stage::Apply { apply, states } => {
+                let states = states.iter().map(|(name, memory)| (name.as_str(), memory.clone())).collect();
+                Kind::Apply { apply, states, step: trip.step, ran: trip.ran }
+            }
             Stage::Select { plan, left } => {
                 let traffic = plan.traffic();
                 trip.tally.add(traffic.0, traffic.1, 0);
@@ -236,22 +254,27 @@ impl List {
     }
 
     /// What is kept: (step, name, whose it is), and where.
-    fn pieces(&self) -> impl Iterator<Item = ((usize, &'static str, Keeper), &Piece)> {
+    fn pieces(&self) -> impl Iterator<Item = ((usize, &str, Keeper), Address)> {
         self.stages.iter().flat_map(|(number, stage)| {
             let kept = match stage {
                 Stage::Coded { kept: Some([shares, results]), .. } => {
-                    vec![("shares", Keeper::Carrier, shares), ("results", Keeper::Carrier, results)]
+                    let of = |name, piece: &Piece| (name, Keeper::Carrier, piece.address());
+                    vec![of("shares", shares), of("results", results)]
                 }
-                Stage::Select { left, .. } => vec![(LEFT, Keeper::Each, left)],
+                Stage::Select { left, .. } => vec![(LEFT, Keeper::Each, left.address())],
+                Stage::Apply { states, .. } => states
+                    .iter()
+                    .map(|(name, memory)| (name.as_str(), Keeper::Each, memory.start() as Address))
+                    .collect(),
                 _ => Vec::new(),
             };
-            kept.into_iter().map(move |(name, keeper, piece)| ((*number, name, keeper), piece))
+            kept.into_iter().map(move |(name, keeper, place)| ((*number, name, keeper), place))
         })
     }
 
-    fn piece(&self, at: usize) -> Result<&Piece> {
-        let piece = self.pieces().nth(at).map(|(_, piece)| piece);
-        piece.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
+    fn place(&self, at: usize) -> Result<Address> {
+        let place = self.pieces().nth(at).map(|(_, place)| place);
+        place.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
     }
 }
 
@@ -261,22 +284,22 @@ impl Carried for List {
         Ok(Arc::new(self.lane.enqueue_all(&works, trip.after)?))
     }
 
-    fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
-        self.pieces().map(|(what, _)| what).collect()
+    fn kept(&self) -> Vec<(usize, String, Keeper)> {
+        self.pieces().map(|((step, name, keeper), _)| (step, name.to_owned(), keeper)).collect()
     }
 
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>> {
-        let (size, piece) = (size_of::<f32>(), self.piece(at)?);
+        let (size, place) = (size_of::<f32>(), self.place(at)?);
         let mut bytes = vec![0; range.len() * size];
         // SAFETY: what is kept has a number for each element of the bucket.
-        unsafe { self.lane.group().stream.download(piece.address() + (range.start * size) as u64, &mut bytes)? };
+        unsafe { self.lane.group().stream.download(place + (range.start * size) as u64, &mut bytes)? };
         let number = |bytes: &[u8]| bytes.try_into().map(f32::from_le_bytes).unwrap_or_default();
         Ok(bytes.chunks_exact(size).map(number).collect())
     }
 
     fn write(&self, at: usize, first: usize, values: &[f32]) -> Result<()> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let place = self.piece(at)?.address() + (first * size_of::<f32>()) as u64;
+        let place = self.place(at)? + (first * size_of::<f32>()) as u64;
         // SAFETY: as above.
         unsafe { self.lane.group().stream.upload(&bytes, place) }
     }

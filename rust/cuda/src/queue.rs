@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
+use offbeat_core::algorithm::{Apply, Storage};
 use offbeat_core::buffer::Buffer;
 use offbeat_core::dtype::Op;
 use offbeat_core::event::{Event, Queue};
@@ -21,9 +22,9 @@ use crate::stream::{Address, Mark};
 use crate::watch::Watch;
 
 /// One exchange. All members of the group enqueue the same ones in the same order.
-pub struct Work {
+pub struct Work<'a> {
     /// What is done.
-    pub kind: Kind,
+    pub kind: Kind<'a>,
     /// To what. The memory stays until the work is done: in torch's words, `record_stream`.
     pub buffer: Buffer,
     /// What it is called in errors: which bucket in which step.
@@ -31,7 +32,7 @@ pub struct Work {
 }
 
 /// What is done to a tensor, in place.
-pub enum Kind {
+pub enum Kind<'a> {
     /// The reduction over all members.
     AllReduce(Op),
     /// The reduction over all members, encoded between hosts.
@@ -60,6 +61,17 @@ pub enum Kind {
         left: Address,
         /// Where elements that are not finite are counted.
         odd: Address,
+    },
+    /// A function of the user's, which is called now and enqueues what it does.
+    Apply {
+        /// Which.
+        apply: &'a Apply,
+        /// What it keeps.
+        states: Vec<(&'a str, Storage)>,
+        /// The step.
+        step: u64,
+        /// Is told from when to when it ran.
+        ran: &'a dyn Fn(u64, u64),
     },
     /// A member's tensor to all.
     Broadcast {
@@ -127,7 +139,7 @@ impl Lane {
         stream.drain()
     }
 
-    fn run(&self, work: &Work) -> Result<()> {
+    fn run(&self, work: &Work<'_>) -> Result<()> {
         let Work { kind, buffer, .. } = work;
         // SAFETY: whoever enqueues work promises that its memory stays until the work is done.
         unsafe {
@@ -136,6 +148,9 @@ impl Lane {
                 Kind::Broadcast { root } => self.group.broadcast(*buffer, *root),
                 Kind::Compressed { plan, stream, kept, odd } => plan.run(&self.group, *buffer, *stream, *kept, *odd),
                 Kind::Select { plan, left, odd } => plan.run(&self.group, *buffer, *left, *odd),
+                Kind::Apply { apply, states, step, ran } => {
+                    apply.call(states.clone(), (*step, Some(self.group.stream.raw() as u64)), ran)
+                }
                 Kind::Gossip { plan, step } => plan.run(&self.group, *buffer, *step),
             }
         }
@@ -144,7 +159,7 @@ impl Lane {
 
 impl Lane {
     /// Enqueues some work in order; it begins when all of `after` has happened. The event is its end.
-    pub fn enqueue_all(&self, works: &[Work], after: &[Arc<dyn Event>]) -> Result<Done> {
+    pub fn enqueue_all(&self, works: &[Work<'_>], after: &[Arc<dyn Event>]) -> Result<Done> {
         let Group { communicator, stream, .. } = &self.group;
         let limit = Duration::from_nanos(self.limit.load(Ordering::Relaxed));
         if let Some(error) = communicator.story().told() {
@@ -175,10 +190,10 @@ impl Lane {
 }
 
 impl Queue for Lane {
-    type Work = Work;
+    type Work = Work<'static>;
     type Event = Done;
 
-    fn enqueue(&self, work: Work, after: Option<Arc<dyn Event>>) -> Result<Done> {
+    fn enqueue(&self, work: Work<'static>, after: Option<Arc<dyn Event>>) -> Result<Done> {
         self.enqueue_all(&[work], after.as_slice())
     }
 }

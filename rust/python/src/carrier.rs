@@ -4,9 +4,10 @@ use std::any::Any;
 use std::sync::Arc;
 use std::time::Duration;
 
-use offbeat_core::algorithm::{Lent, meet};
+use offbeat_core::algorithm::{Lent, Storage, meet};
 use offbeat_core::bucket::Bucket;
 use offbeat_core::buffer::{Buffer, Place};
+use offbeat_core::dtype::DType;
 use offbeat_core::group::Group;
 use offbeat_core::{Error, Interrupt, Result};
 use offbeat_cuda::carrier::{self, Allocate};
@@ -14,6 +15,7 @@ use offbeat_cuda::communicator::Members;
 use offbeat_cuda::site::Site;
 use pyo3::prelude::*;
 
+use crate::dlpack;
 use crate::errors::raise;
 use crate::tensor::view;
 
@@ -27,7 +29,7 @@ pub(crate) struct Carrier {
 
 /// A tensor of torch's, as memory for a bucket.
 pub(crate) struct Tensor {
-    pub(crate) object: Py<PyAny>,
+    object: Py<PyAny>,
     address: usize,
 }
 
@@ -38,6 +40,17 @@ impl Lent for Tensor {
 
     fn as_any(&self) -> &dyn Any {
         self
+    }
+}
+
+/// Memory of a bucket for Python: a DLPack capsule, or the tensor that was lent.
+pub(crate) fn shown(py: Python<'_>, memory: &Storage, dtype: DType, count: usize) -> PyResult<Py<PyAny>> {
+    match memory {
+        Storage::Shared(piece) => dlpack::bucket(py, piece.clone(), dtype, count),
+        Storage::Lent(memory) => match memory.as_any().downcast_ref::<Tensor>() {
+            Some(tensor) => Ok(tensor.object.clone_ref(py)),
+            None => Err(raise(Error::unsupported("a bucket whose memory is not torch's; try: report this"))),
+        },
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use offbeat_core::algorithm::{Keeper, Lent, Saved, Step, Storage};
+use offbeat_core::algorithm::{Keeper, Saved, Step, Storage};
 use offbeat_core::bucket::{Sizes, Tensor};
 use offbeat_core::buffer::Place;
 use offbeat_core::dtype::{DType, Op};
@@ -93,14 +93,6 @@ pub(crate) fn floats(tensor: &Bound<'_, PyAny>) -> PyResult<Vec<f32>> {
 /// A DLPack capsule or the tensor that was lent, and (tensor, first element) of what lies in it.
 type BucketView = (Py<PyAny>, Vec<(usize, usize)>);
 
-/// The tensor behind a bucket on a device.
-fn lent(py: Python<'_>, memory: &dyn Lent) -> PyResult<Py<PyAny>> {
-    match memory.as_any().downcast_ref::<carrier::Tensor>() {
-        Some(tensor) => Ok(tensor.object.clone_ref(py)),
-        None => Err(raise(Error::unsupported("a bucket whose memory is not torch's; try: report this"))),
-    }
-}
-
 #[pymethods]
 impl Scheduler {
     #[getter]
@@ -111,11 +103,7 @@ impl Scheduler {
     fn buckets(&self, py: Python<'_>) -> PyResult<Vec<BucketView>> {
         let view = |(bucket, memory): (offbeat_core::bucket::Bucket, Storage)| {
             let slots = bucket.slots.iter().map(|slot| (slot.tensor, slot.offset)).collect();
-            let memory = match memory {
-                Storage::Shared(memory) => dlpack::bucket(py, memory, bucket.dtype, bucket.count)?,
-                Storage::Lent(memory) => lent(py, &*memory)?,
-            };
-            Ok((memory, slots))
+            Ok((carrier::shown(py, &memory, bucket.dtype, bucket.count)?, slots))
         };
         self.0.buckets().into_iter().map(view).collect()
     }

@@ -1,7 +1,8 @@
 // A double of libcuda.so.1, for tests without a GPU: as much of the driver as offbeat calls, on memory of the host.
 //
 // Strict where the driver is, and where mistakes would go unseen: a call without a current context is refused (201), a kernel
-// on memory that is not the device's makes every later call fail (700), addresses of the device cannot be read by the host,
+// on memory that is not the device's makes every later call fail (700), and so does giving back memory that a kernel under way
+// uses; addresses of the device cannot be read by the host,
 // and what was not given back is told at the end. Kernels are those that fakecuda_register was told of.
 //
 //   FAKECUDA_SCHED=k          which streams are lazy: streams.h
@@ -49,6 +50,7 @@ struct World {
     std::set<Module *> modules;
     std::map<std::string, Kernel> kernels;
     std::map<std::string, long> counts;
+    std::multiset<uint64_t> used; // what kernels under way were given
     std::atomic<int> failed{OK};
     ~World();
     long alive() const {
@@ -88,6 +90,16 @@ static int begin(const char *name, bool needs_context) {
     if (!world.started) return NOT_INITIALIZED;
     return needs_context && (stack.empty() || !stack.back()) ? INVALID_CONTEXT : OK;
 }
+// A wait that the double forgets, as a program might: the n-th call of a function, on a stream, or on any but that one.
+struct Forgotten { std::string name; void *stream; bool is_other; long left; };
+static std::vector<Forgotten> forgotten;
+static bool forgets(const char *name, void *stream) {
+    Lock lock(world.mutex);
+    for (Forgotten &it : forgotten)
+        if (it.name == name && (it.stream == stream) != it.is_other && it.left >= 0 && it.left-- == 0) return true;
+    return false;
+}
+#define FORGET(stream) if (forgets(__func__, stream)) return OK
 #define API extern "C" int
 #define BEGIN(needs_context) if (int code = begin(__func__, needs_context)) return code
 
@@ -196,11 +208,12 @@ API cuStreamDestroy_v2(void *handle) {
     delete (Stream *)handle;
     return OK;
 }
-API cuStreamSynchronize(void *handle) { BEGIN(true); STREAM; synchronizes(); stream->drain(); return world.failed; }
+API cuStreamSynchronize(void *handle) { BEGIN(true); STREAM; FORGET(handle); synchronizes(); stream->drain(); return world.failed; }
 API cuStreamWaitEvent(void *handle, Event *event, unsigned) {
     BEGIN(true);
     STREAM;
     if (!is_alive(event)) return INVALID_HANDLE;
+    FORGET(handle);
     if (auto place = last(event)) stream->push([place] { place->wait(); });
     return OK;
 }
@@ -233,6 +246,7 @@ API cuEventRecord(Event *event, void *handle) {
 API cuEventQuery(Event *event) {
     BEGIN(true);
     if (!is_alive(event)) return INVALID_HANDLE;
+    FORGET(nullptr);
     auto place = last(event);
     return !place || place->is_reached() ? (int)world.failed : NOT_READY;
 }
@@ -251,6 +265,12 @@ static int release(uint64_t address) {
         Lock lock(world.mutex);
         auto found = world.memory.find(address);
         if (found == world.memory.end()) return INVALID_VALUE;
+        auto used = world.used.lower_bound(address);
+        if (used != world.used.end() && *used < address + found->second) {
+            fprintf(stderr, "libcuda double: memory is given back that a kernel under way uses\n");
+            world.failed = ILLEGAL_ADDRESS;
+            return OK; // as the driver: it shows later
+        }
         memset(host(address), 0xDD, found->second);
         world.memory.erase(found);
     }
@@ -387,11 +407,21 @@ API cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz, un
         value -= ELSEWHERE;
     }
     count("kernels");
+    auto use = [=](bool begins) {
+        Lock lock(world.mutex);
+        for (size_t i = 0; i < values->size(); ++i)
+            if (kernel->pointers[i] && (*values)[i]) {
+                const uint64_t address = (*values)[i] + ELSEWHERE;
+                begins ? (void)world.used.insert(address) : (void)world.used.erase(world.used.find(address));
+            }
+    };
+    use(true);
     stream->push([=] {
         std::vector<void *> places;
         for (uint64_t &value : *values) places.push_back(&value);
         const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
         kernel->run(grid, block, places.data(), kernel->user);
+        use(false);
     });
     return OK;
 }
@@ -401,6 +431,10 @@ int fakecuda_register(const char *name, uint32_t arguments, const uint32_t *size
     Lock lock(world.mutex);
     world.kernels[name] = Kernel{{sizes, sizes + arguments}, {pointers, pointers + arguments}, run, user};
     return OK;
+}
+void fakecuda_forget(const char *name, void *stream, int is_other, long before) {
+    Lock lock(world.mutex);
+    forgotten.push_back({name, stream, is_other != 0, before});
 }
 long fakecuda_count(const char *what) { Lock lock(world.mutex); return world.counts[what]; }
 long fakecuda_alive(void) { Lock lock(world.mutex); return world.alive(); }

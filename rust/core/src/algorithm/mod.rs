@@ -18,7 +18,7 @@ mod select;
 mod step;
 
 pub use all_reduce::numbers;
-pub use apply::{Function, Room};
+pub use apply::{Apply, Function, Room};
 pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
 pub use memory::{Keeper, Saved, spans};
 pub use pipeline::{Pipeline, Round};

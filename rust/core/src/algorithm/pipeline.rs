@@ -125,7 +125,7 @@ impl Pipeline {
         first.iter().chain(steps).try_for_each(|step| check_dtype(step, bucket.dtype))?;
         let mut pipeline = Pipeline { warmup: *warmup, first: first.len(), ..Pipeline::default() };
         if let Some(carrier) = carrier {
-            let build = |steps| carrier.build(steps, bucket, tensors);
+            let build = |steps| carrier.build(steps, bucket, tensors, memory);
             pipeline.carried = Some([build(first)?, build(steps)?]);
             pipeline.places = spans(bucket, tensors);
             return Ok(pipeline);
@@ -190,11 +190,8 @@ impl Pipeline {
             Step::Apply { function, states } => {
                 let arena = group.mesh().arena();
                 let allocate = |bytes: usize| arena.allocate(bytes.max(1));
-                let Storage::Shared(memory) = memory else {
-                    return Err(Error::unsupported("functions of your own take buckets of the host only"));
-                };
-                let (stage, memories) = Apply::build(function, states, bucket, tensors, memory, allocate)?;
-                (Kind::Apply(stage), memories)
+                let memories = Apply::memories(states, bucket, tensors, allocate)?;
+                (Kind::Apply(Apply::new(function, bucket, tensors, memory)), memories)
             }
         };
         Ok(Stage { work, memories: Mutex::new(memories) })
@@ -203,10 +200,10 @@ impl Pipeline {
     /// Runs all steps on a bucket, on this thread. On a device they are enqueued, and the event is their end.
     pub fn run(&self, round: &Round<'_>) -> Result<Option<Arc<dyn Event>>> {
         if let Some([first, rest]) = &self.carried {
-            let Round { buffer, step, after, tally, .. } = *round;
+            let Round { buffer, step, after, tally, ran, .. } = *round;
             let what = round.terms.purpose.map_or_else(String::new, |purpose| purpose());
             let carried = if step < self.warmup { first } else { rest };
-            return carried.enqueue(&Trip { buffer, step, what: &what, after, tally }).map(Some);
+            return carried.enqueue(&Trip { buffer, step, what: &what, after, tally, ran }).map(Some);
         }
         let stages = if round.step < self.warmup { 0..self.first } else { self.first..self.stages.len() };
         self.stages[stages].iter().try_for_each(|stage| self.run_stage(stage, round))?;
@@ -275,7 +272,7 @@ impl Pipeline {
     }
 
     /// What carried steps keep: by whom it is read, its place there, and (step, name, keeper).
-    fn kept(&self) -> impl Iterator<Item = (&dyn Carried, usize, (usize, &'static str, Keeper))> {
+    fn kept(&self) -> impl Iterator<Item = (&dyn Carried, usize, (usize, String, Keeper))> {
         let lists = self.carried.iter().flatten().zip([0, self.first]);
         lists.flat_map(|(carried, before)| {
             let kept = carried.kept().into_iter().enumerate();
@@ -285,7 +282,7 @@ impl Pipeline {
 
     /// Takes over what [`Pipeline::saved`] gave. `wrong` is told how many numbers there should have been, if not so many.
     pub fn restore(&self, slot: usize, name: &str, values: &[f32], wrong: &dyn Fn(usize) -> Error) -> Result<()> {
-        let is_it = |kept: &(usize, &'static str, Keeper)| format!("{}.{}", kept.0, kept.1) == name;
+        let is_it = |kept: &(usize, String, Keeper)| format!("{}.{}", kept.0, kept.1) == name;
         for (carried, at, _) in self.kept().filter(|(.., kept)| is_it(kept)) {
             let place = &self.places[slot];
             if place.len() != values.len() {
