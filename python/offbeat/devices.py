@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import _core, agreement, runtime
+from . import _core, agreement, hooks, runtime
 from .errors import Unsupported
 
 
@@ -100,7 +100,7 @@ class Carriage:
 
     def absent(self, scheduler: _core.Scheduler, index: int, place: Tensor) -> None:
         """Says that a gradient is not there: it counts as zero."""
-        place.zero_()
+        hooks.clear(place)
         scheduler.mark_absent(index, self.device.current_stream())
 
     def marker(self, mark: Callable[[Sequence[int], int], None]) -> Callable[[Sequence[int]], None]:

@@ -157,9 +157,14 @@ class Slot:
             )
 
 
-def fill(views: list[Tensor], gradients: list[Tensor]) -> None:
-    """Copies gradients to where they belong, on torch's current stream."""
-    torch._foreach_copy_(views, gradients)
+def fill(views: list[Tensor], values: list[Tensor]) -> None:
+    """Copies gradients or parameters to where they belong, on torch's current stream."""
+    torch._foreach_copy_(views, values)
+
+
+def clear(view: Tensor) -> None:
+    """Puts zeros where a gradient belongs, on torch's current stream."""
+    view.zero_()
 
 
 def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:

@@ -65,7 +65,7 @@ class Fragment:
 
     def fill(self) -> None:
         """Copies parameters into the buckets."""
-        torch._foreach_copy_(self.places, self.parameters)
+        hooks.fill(self.places, self.parameters)
 
     def begin(self) -> None:
         """What steps keep begins with these weights, which all ranks have alike."""
@@ -75,7 +75,7 @@ class Fragment:
     def start(self, *, overlapped: bool) -> None:
         """Begins an exchange."""
         self.fill()
-        self.before = [place.clone() for place in self.places] if overlapped else []
+        self.before = [parameter.detach().clone() for parameter in self.parameters] if overlapped else []
         self.scheduler.hold(False)
         mark: Callable[[Sequence[int]], None] = self.scheduler.mark_ready
         if self._carriage is not None:

@@ -90,13 +90,13 @@ static int begin(const char *name, bool needs_context) {
     if (!world.started) return NOT_INITIALIZED;
     return needs_context && (stack.empty() || !stack.back()) ? INVALID_CONTEXT : OK;
 }
-// A wait that the double forgets, as a program might: the n-th call of a function, on a stream, or on any but that one.
-struct Forgotten { std::string name; void *stream; bool is_other; long left; };
+// Waits that the double forgets: double.h.
+struct Forgotten { std::string name; void *stream; bool is_other; long before, times; };
 static std::vector<Forgotten> forgotten;
 static bool forgets(const char *name, void *stream) {
     Lock lock(world.mutex);
     for (Forgotten &it : forgotten)
-        if (it.name == name && (it.stream == stream) != it.is_other && it.left >= 0 && it.left-- == 0) return true;
+        if (it.name == name && (it.stream == stream) != it.is_other && it.before-- <= 0 && it.times-- > 0) return true;
     return false;
 }
 #define FORGET(stream) if (forgets(__func__, stream)) return OK
@@ -432,9 +432,9 @@ int fakecuda_register(const char *name, uint32_t arguments, const uint32_t *size
     world.kernels[name] = Kernel{{sizes, sizes + arguments}, {pointers, pointers + arguments}, run, user};
     return OK;
 }
-void fakecuda_forget(const char *name, void *stream, int is_other, long before) {
+void fakecuda_forget(const char *name, void *stream, int is_other, long before, long times) {
     Lock lock(world.mutex);
-    forgotten.push_back({name, stream, is_other != 0, before});
+    forgotten.push_back({name, stream, is_other != 0, before, times});
 }
 long fakecuda_count(const char *what) { Lock lock(world.mutex); return world.counts[what]; }
 long fakecuda_alive(void) { Lock lock(world.mutex); return world.alive(); }
