@@ -4,6 +4,7 @@ somebody waits for it, or runs at once."""
 
 import contextlib
 import ctypes
+import gc
 import os
 import time
 
@@ -76,14 +77,23 @@ def removal(forgets):
                 model[1:](y).mean().backward()
                 optimizer.step()
         # the communication thread may take its time
-        while double.counts()["kernels"] == launched:
-            time.sleep(0.001)
+        until(lambda: double.counts()["kernels"] > launched)
         if forgets == "forgets":
             double.forget("cuEventQuery", ours=True, times=10**6)
             double.forget("cuStreamSynchronize", ours=True, times=10**6)
         optimizer.remove()
+        gc.collect()
+        # memory in which kernels count
+        until(lambda: double.cuda.fakecuda_count(b"cuMemFreeHost") > 0)
         # a double that has seen it fails from then on
         say(double.cuda.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != 0)
+
+
+def until(happened, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def stop(_):

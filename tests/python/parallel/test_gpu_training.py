@@ -355,6 +355,8 @@ def test_what_cannot_be_is_refused_on_all_ranks(train, case):
 
 
 def non_finite():
+    import sys
+
     import torch
     from gpu_training import leave
     from standin import Double, in_place_of_a_gpu
@@ -366,7 +368,7 @@ def non_finite():
     double = Double()
     with in_place_of_a_gpu(double):
         model = torch.nn.Linear(300, 3)
-        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, "bytegrad")
+        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, sys.argv[1])
 
         def backward(value=1.0):
             optimizer.zero_grad()
@@ -390,10 +392,57 @@ def non_finite():
         fails(offbeat.errors.NonFinite, "of a step before", optimizer.step)
         backward()
         optimizer.step()
-        assert offbeat.stats()["models"][0]["coding"]["non_finite"] > 0
+        # who selects counts its own
+        assert max(offbeat.all_gather_object(offbeat.stats()["models"][0]["coding"]["non_finite"])) > 0
         optimizer.remove()
     leave(double)
 
 
-def test_values_that_are_not_finite_are_told_later_on_all_ranks_alike(train):
-    train(non_finite, "ab")
+@pytest.mark.parametrize("algorithm", ["bytegrad", "topk"])
+def test_values_that_are_not_finite_are_told_later_on_all_ranks_alike(train, algorithm):
+    train(non_finite, "ab", algorithm)
+
+
+def selected_odd():
+    """Selects from values of which some are not finite, on both paths. What is left must not be spoiled."""
+    import torch
+    from gpu_training import bits, leave
+    from standin import Double, in_place_of_a_gpu
+
+    import offbeat
+
+    offbeat.init(timeout=20.0)
+
+    def run():
+        torch.manual_seed(3)
+        model = torch.nn.Linear(300, 30)
+        sgd, topk = torch.optim.SGD(model.parameters(), lr=0.0), offbeat.algorithms.TopK(ratio=0.1)
+        optimizer = offbeat.DistributedOptimizer(sgd, model, topk)
+        seen = []
+        for number in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(2, 300, generator=torch.Generator().manual_seed(10 * number + offbeat.rank()))
+            if number == 1 and offbeat.rank() == 1:
+                x[0, 7], x[0, 9], x[1, 11] = float("inf"), float("nan"), float("-inf")
+            # a step of the optimizer would complain
+            model(x).square().mean().backward()
+            kept = optimizer.state_dict()["offbeat"]["kept"]
+            seen += [parameter.grad.clone() for parameter in model.parameters()]
+            seen += [kept[name][label] for name in sorted(kept) for label in sorted(kept[name])]
+        optimizer.remove()
+        return seen
+
+    usual, double = run(), Double()
+    with in_place_of_a_gpu(double):
+        found = run()
+    assert any(not tensor.isfinite().all() for tensor in usual)
+    assert len(usual) == len(found) == 16
+    for number, (a, b) in enumerate(zip(usual, found, strict=True)):
+        assert torch.equal(a.isnan(), b.isnan()), number
+        assert torch.equal(bits(a.nan_to_num(nan=0.5)), bits(b.nan_to_num(nan=0.5))), number
+    leave(double)
+
+
+@pytest.mark.parametrize("layout", ["alone on a host", "two each"])
+def test_what_is_left_is_that_of_the_cpu_after_values_that_are_not_finite(train, layout):
+    train(selected_odd, LAYOUTS[layout])
