@@ -2,6 +2,9 @@
 
 `src` and `dst` are global ranks. With `async_op=True` a call returns a `Handle` at once, whose `wait` gives what the
 blocking call would return.
+
+Tensors on a GPU go through memory of the host: there in the order of the stream that is torch's current one at the
+call, and back in the order of the one that is so when the call, or `wait`, ends.
 """
 
 from collections.abc import Sequence
@@ -99,7 +102,7 @@ def all_gather(
     """The tensors of all ranks, in the order of ranks. They may differ in the first dimension."""
     core, _ = resolve(group)
     flat = readable(tensor)
-    return received(core.all_gather(flat, async_op), (flat,), async_op, lambda tensors: tensors)
+    return received(core.all_gather(flat, async_op), (flat,), async_op, tensor, lambda tensors: tensors)
 
 
 @overload
@@ -122,7 +125,7 @@ def gather(
     def pick(tensors: list[Tensor]) -> list[Tensor] | None:
         return tensors if mine else None
 
-    return received(core.gather(flat, dst, async_op), (flat,), async_op, pick)
+    return received(core.gather(flat, dst, async_op), (flat,), async_op, tensor, pick)
 
 
 @overload
@@ -169,7 +172,7 @@ def reduce_scatter(
     """Reduces lists of tensors, one for each rank; each rank gets its own, reduced, as a new tensor."""
     core, ranks = resolve(group)
     parts = readable_list(tensors, len(ranks))
-    return received(core.reduce_scatter(parts, op, async_op), parts, async_op, lambda mine: mine[0])
+    return received(core.reduce_scatter(parts, op, async_op), parts, async_op, tensors[0], lambda mine: mine[0])
 
 
 @overload
@@ -186,7 +189,7 @@ def all_to_all(
     """Sends the i-th tensor to the i-th rank; gives what the ranks sent here, in their order. Sizes may differ."""
     core, ranks = resolve(group)
     parts = readable_list(tensors, len(ranks))
-    return received(core.all_to_all(parts, async_op), parts, async_op, lambda theirs: theirs)
+    return received(core.all_to_all(parts, async_op), parts, async_op, tensors[0], lambda theirs: theirs)
 
 
 @overload

@@ -6,12 +6,13 @@ buckets is torch's, so that its allocator knows of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from . import _core, agreement, runtime
+from . import _core, agreement, hooks, runtime
 from .errors import Unsupported
 
 
@@ -24,6 +25,7 @@ class Device(Protocol):
     # that a stream of ours uses too; without one, whoever asks keeps it until that is done with it
     def zeros(self, count: int, dtype: str, stream: int | None) -> Tensor: ...
     def joined(self) -> None: ...  # when the current stream has been told to wait
+    def within(self, stream: int) -> AbstractContextManager[object]: ...  # where torch works on a stream of ours
 
 
 class Cuda:
@@ -40,14 +42,21 @@ class Cuda:
         """Memory to exchange; torch does not give it to anybody else before our stream is done with it."""
         flat = torch.zeros(count, dtype=getattr(torch, dtype), device=self.device)
         if stream is not None:
-            ours = torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
-            flat.record_stream(ours)
+            flat.record_stream(self._ours(stream))
         # made between rounds; whoever writes to it first may be on another stream
         torch.cuda.current_stream(self.device).synchronize()
         return flat
 
     def joined(self) -> None:
         """Nothing: what comes on the stream waits."""
+
+    def within(self, stream: int) -> AbstractContextManager[object]:
+        """Makes a stream of ours the current one: what is enqueued inside runs between our kernels."""
+        context: AbstractContextManager[object] = torch.cuda.stream(self._ours(stream))
+        return context
+
+    def _ours(self, stream: int) -> torch.cuda.Stream:
+        return torch.cuda.ExternalStream(stream, device=self.device)  # type: ignore[no-untyped-call]
 
 
 # How a device is made, by torch's name for its kind; the CPU is none.
@@ -66,8 +75,12 @@ def of(named: Iterable[tuple[str, Tensor]]) -> Device | None:
             f"model.to({str(first)!r}) before wrapping, and one process for each GPU"
         )
     (device,) = places or (torch.device("cpu"),)
-    make = KINDS.get(device.type)
-    return None if make is None else make(device)
+    return None if device.type not in KINDS else KINDS[device.type](device)
+
+
+def of_tensor(tensor: Tensor) -> Device:
+    """The device of a bucket that is on one."""
+    return KINDS[tensor.device.type](tensor.device)
 
 
 def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -89,7 +102,7 @@ class Carriage:
 
     def absent(self, scheduler: _core.Scheduler, index: int, place: Tensor) -> None:
         """Says that a gradient is not there: it counts as zero."""
-        place.zero_()
+        hooks.clear(place)
         scheduler.mark_absent(index, self.device.current_stream())
 
     def marker(self, mark: Callable[[Sequence[int], int], None]) -> Callable[[Sequence[int]], None]:

@@ -84,8 +84,16 @@ class Handle(Generic[T]):
             _orphans.append((ticket, self._tensors))
 
 
+def is_staged(tensor: Tensor) -> bool:
+    """Whether a tensor goes through memory of the host: collectives of the user's do so on a GPU."""
+    return tensor.is_cuda
+
+
 def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
-    """The tensor itself where the core can read it, else a contiguous copy."""
+    """The tensor itself where the core can read it, else a contiguous copy.
+
+    A copy from a GPU is made in the order of torch's current stream, and is there when this returns.
+    """
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(
             f"{name} must be a torch.Tensor, not {type(tensor).__name__}; try torch.as_tensor({name})"
@@ -95,14 +103,21 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
             f"{name} is a {type(tensor).__name__}, which holds no memory of its own; pass the tensor inside it, e.g. "
             f"{name}.to_local()"
         )
-    if not tensor.is_cpu:
-        raise Unsupported(f"{name} is on {tensor.device}, and this version communicates from the CPU; try {name}.cpu()")
+    staged = is_staged(tensor)
+    if not tensor.is_cpu and not staged:
+        raise Unsupported(
+            f"{name} is on {tensor.device}, and this version communicates from the CPU and from CUDA devices; try "
+            f"{name}.cpu()"
+        )
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise Unsupported(f"{name} is sparse, nested or opaque ({tensor.layout}); try {name}.to_dense() or its values")
     if tensor.is_quantized:
         raise Unsupported(f"{name} is quantized ({tensor.dtype}); try {name}.dequantize() or {name}.int_repr()")
     if tensor.is_complex():
         raise Unsupported(f"{name} is complex ({tensor.dtype}); try torch.view_as_real({name})")
+    if staged:
+        # never the tensor itself: `Tensor.cpu` copies nothing that is there already
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor
     return tensor.detach().contiguous().resolve_neg()
@@ -171,12 +186,14 @@ def received(
     result: _core.Ticket | list[object] | None,
     tensors: Sequence[Tensor],
     async_op: bool,
+    like: Tensor,
     pick: Callable[[list[Tensor]], T],
 ) -> Handle[T] | T:
-    """Ends a call that gives new tensors."""
+    """Ends a call that gives new tensors, on the device of `like`."""
+    device = like.device
 
     def finish(capsules: list[object] | None) -> T:
-        return pick([from_dlpack(capsule) for capsule in capsules or ()])
+        return pick([from_dlpack(capsule).to(device) for capsule in capsules or ()])
 
     if async_op:
         return Handle(_ticket(result), tensors, finish)

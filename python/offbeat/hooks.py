@@ -162,6 +162,11 @@ def fill(views: list[Tensor], tensors: list[Tensor]) -> None:
     torch._foreach_copy_(views, tensors)
 
 
+def clear(view: Tensor) -> None:
+    """Puts zeros where a gradient is exchanged from, on torch's current stream."""
+    view.zero_()
+
+
 def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
     """Moves gradients into their slots, where they live from then on. Gives the numbers of those that are there."""
     ready, parameters, gradients, views = [], [], [], []

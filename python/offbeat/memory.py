@@ -1,4 +1,4 @@
-"""Tensors in the runtime's shared memory."""
+"""Tensors in memory of the core's."""
 
 import math
 import operator
@@ -26,6 +26,12 @@ def shared_empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32)
         return torch.empty(shape, dtype=dtype)
     flat: Tensor = from_dlpack(core.shared_empty(count * dtype.itemsize))
     return flat.view(dtype).reshape(shape)
+
+
+def shown(memory: object) -> Tensor:
+    """Memory of a bucket as the core shows it: a capsule, or the tensor that it was lent."""
+    flat: Tensor = memory if isinstance(memory, Tensor) else from_dlpack(memory)
+    return flat
 
 
 def _shape(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:

@@ -12,9 +12,8 @@ from typing import Any, Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils.dlpack import from_dlpack
 
-from . import _core, agreement, counters, devices, hooks, keeping, owners, runtime, sweep, trace
+from . import _core, agreement, counters, devices, hooks, keeping, memory, owners, runtime, sweep, trace
 from .algorithm import Algorithm
 from .errors import InvalidArgument, NonFinite
 from .joining import Turn, Turns
@@ -239,8 +238,8 @@ class Replica:
             self._line.connect(hooks.at_once, self._carriage.marker(scheduler.mark_ready))
         mine: dict[int, hooks.Slot] = {}
         labels: list[str] = []
-        for capsule, slots in scheduler.buckets():
-            flat = capsule if isinstance(capsule, Tensor) else from_dlpack(capsule)
+        for shown, slots in scheduler.buckets():
+            flat = memory.shown(shown)
             for index, offset in slots:
                 name, parameter = self._active[index]
                 mine[index] = hooks.Slot(hooks.places(flat, parameter, offset), index, name)

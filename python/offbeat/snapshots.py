@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from . import _core, devices, hooks, runtime
+from . import _core, devices, hooks, memory, runtime
 
 
 class Snapshots:
@@ -24,7 +23,7 @@ class Snapshots:
         method: str,
         arguments: dict[str, object],
         *,
-        period: float,
+        period: float | None,
         device: devices.Device | None = None,
     ) -> None:
         # the objects themselves: users may point them to other memory
@@ -32,7 +31,7 @@ class Snapshots:
         counts = [hooks.elements(parameter) for parameter in self.parameters]
         place = None if device is None else (device.index, device.zeros)
         self.core = runtime.current().background(group, counts, method, arguments, period=period, device=place)
-        flats = [memory if isinstance(memory, Tensor) else from_dlpack(memory) for memory in self.core.memory()]
+        flats = [memory.shown(shown) for shown in self.core.memory()]
         self._snapshots, self._deltas = (
             [hooks.places(flat, p, place) for p, place in zip(self.parameters, self.core.places, strict=True)]
             for flat in flats

@@ -3,14 +3,14 @@
 A step is a frozen description. `describe` gives what the core builds it from, once for each bucket.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from . import codecs
+from . import codecs, devices, memory
 from .errors import InvalidArgument
 
 Hierarchical = bool | Literal["auto"]
@@ -274,6 +274,9 @@ class Bucket:
 class Apply(Step):
     """Calls a function of yours with each bucket, on the communication thread, holding the GIL.
 
+    On a GPU it is called with torch's current stream set to that of the exchange: what it enqueues runs between the
+    steps before and after it. It should not wait for the device (`.item()`, `print` of values).
+
     What it does must depend on what all ranks have alike (the step, results of steps before it), or on this rank's data
     before a step that makes all ranks equal again.
 
@@ -291,9 +294,12 @@ class Apply(Step):
             raise InvalidArgument(f"state={self.state!r}; try a list of names, e.g. state=('momentum',)")
 
     def describe(self, _: Sequence[Parameter], /) -> Described:
-        def run(values: object, state: dict[str, object], places: list[tuple[str, int, int]], step: int) -> None:
-            tensors = {name: from_dlpack(capsule) for name, capsule in state.items()}
-            self.function(Bucket(from_dlpack(values), tensors, step, places))
+        def run(
+            values: object, state: dict[str, object], places: list[tuple[str, int, int]], step: int, stream: int | None
+        ) -> None:
+            bucket = Bucket(memory.shown(values), {k: memory.shown(v) for k, v in state.items()}, step, places)
+            with contextlib.nullcontext() if stream is None else devices.of_tensor(bucket.values).within(stream):
+                self.function(bucket)
 
         name = getattr(self.function, "__qualname__", repr(self.function))
         return "apply", {"function": run, "name": name, "states": list(self.state)}

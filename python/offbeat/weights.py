@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
-from . import agreement, devices, hooks, keeping, runtime, trace
+from . import agreement, devices, hooks, keeping, memory, runtime, trace
 from .errors import NonFinite, PeerFailed, PeerLost
 from .steps import Parameter
 from .survivors import Survivors
@@ -52,8 +51,8 @@ class Fragment:
         places: dict[int, Tensor] = {}
         # The parameters of each bucket, in the order in which buckets go out.
         self._buckets: list[list[int]] = []
-        for capsule, slots in self.scheduler.buckets():
-            flat = capsule if isinstance(capsule, Tensor) else from_dlpack(capsule)
+        for shown, slots in self.scheduler.buckets():
+            flat = memory.shown(shown)
             for index, offset in slots:
                 places[index] = hooks.places(flat, named[index][1], offset)
             self._buckets.append([index for index, _ in slots])
@@ -72,7 +71,7 @@ class Fragment:
 
     def begin(self) -> None:
         """What steps keep begins with these weights, which all ranks have alike."""
-        torch._foreach_copy_(self.places, self.parameters)
+        hooks.fill(self.places, self.parameters)
         if self._carriage is None:
             self.scheduler.begin()
         else:
@@ -82,13 +81,13 @@ class Fragment:
         """Begins an exchange. A bucket goes out while the next is copied."""
         parameters = self.parameters
         # of the parameters, since a bucket is not this thread's any more when it is on its way
-        self.before = [parameter.clone() for parameter in parameters] if overlapped else []
+        self.before = [parameter.detach().clone() for parameter in parameters] if overlapped else []
         self.scheduler.hold(False)
         mark: Callable[[Sequence[int]], None] = self.scheduler.mark_ready
         if self._carriage is not None:
             mark = self._carriage.marker(self.scheduler.mark_ready)
         for bucket in self._buckets:
-            torch._foreach_copy_([self.places[index] for index in bucket], [parameters[index] for index in bucket])
+            hooks.fill([self.places[index] for index in bucket], [parameters[index] for index in bucket])
             mark(bucket)
 
     def land(self, step: int, algorithm: str) -> None:

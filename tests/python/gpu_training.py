@@ -9,9 +9,14 @@ from standin import Double, in_place_of_a_gpu
 from torch import nn
 
 import offbeat
-from offbeat.steps import AllReduce
+from offbeat.steps import AllReduce, Apply
 
 STEPS = 5
+
+# ranks by host
+LAYOUTS = {"alone on a host": "ab", "three hosts": "abc", "two each": "aabb", "three and one": "aaab", "one host": "aa"}
+# where both hosts and their ranks are several, NCCL adds up in an order of its own
+IN_ORDER = ["alone on a host", "three hosts", "one host"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +40,30 @@ class Warm(offbeat.algorithms.QAdam):
         return self.warmup_steps, [AllReduce("mean", "minmax8")]
 
 
+@dataclasses.dataclass(frozen=True)
+class Vote(offbeat.Algorithm):
+    """The example of docs/algorithms.md: ranks vote with the signs of their momentum. It may fail in a step."""
+
+    name = "vote"
+    codec: str | None = "onebit"
+    fails: int = -1
+
+    def steps(self):
+        return [Apply(self.vote, state=["momentum", "seen"]), AllReduce("sum", self.codec), Apply(self.count)]
+
+    def vote(self, bucket):
+        if bucket.step == self.fails and offbeat.rank() == 1:
+            raise ValueError("not in this step")
+        momentum = bucket.state["momentum"].lerp_(bucket.values.float(), 0.1)
+        bucket.state["seen"].add_(bucket.step)
+        bucket.values.copy_(momentum.sign())
+
+    def count(self, bucket):
+        bucket.values.sign_()
+        for name, piece in bucket.tensors():
+            piece.mul_(len(name))
+
+
 class Model(nn.Module):
     """With buffers, vectors of odd lengths, and a part that not every rank uses in every step."""
 
@@ -53,9 +82,8 @@ def make(algorithm, dtype=torch.float32, *, seed=0, bucket_bytes=8000):
     """A model and its optimizer. Ranks begin with different values, and get rank 0's."""
     torch.manual_seed(seed + offbeat.rank())
     model = Model(dtype)
-    chosen = (
-        eval(algorithm, vars(offbeat.algorithms) | {"Coded": Coded, "Warm": Warm}) if "(" in algorithm else algorithm
-    )
+    known = vars(offbeat.algorithms) | {"Coded": Coded, "Warm": Warm, "Vote": Vote}
+    chosen = eval(algorithm, known) if "(" in algorithm else algorithm
     plain = dtype is not torch.float32 and not isinstance(chosen, offbeat.algorithms.QAdam)
     # with an eps that float16 has
     optimizer = (
@@ -97,7 +125,8 @@ def kept_by(optimizer):
 
 
 def whole(kept, label):
-    """What is kept of a tensor, wherever it lies: on the GPU others carry and sum an element, and never several."""
+    """What is kept of a tensor, wherever it lies: on the GPU others carry and sum an element, and never several. All
+    else is every rank's own."""
     if not label.endswith(("shares", "results")):
         return kept
     rows, hosts = offbeat.all_gather(kept), offbeat.all_gather_object(offbeat.host())
@@ -131,6 +160,20 @@ def compare(cases):
         wrong = differences(usual, found)
         assert not wrong, f"other bits: {algorithm} of {dtype}, (step, tensor) {wrong[:10]}"
     return double
+
+
+def both():
+    """A script of ranks: trains with algorithms on both paths, and compares bits."""
+    import sys
+
+    import torch
+    from gpu_training import compare, leave
+
+    import offbeat
+
+    offbeat.init(timeout=20.0)
+    dtype = getattr(torch, sys.argv[1])
+    leave(compare([(algorithm, dtype) for algorithm in sys.argv[2:]]))
 
 
 def leave(double):

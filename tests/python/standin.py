@@ -37,8 +37,9 @@ class Double:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
         self.call("cuCtxPushCurrent_v2", context)
         self.streams = [self.new_stream()]
-        # gradients on their way into buckets
+        # gradients on their way into buckets, and buckets: torch keeps memory until streams that use it are done
         self.held: list[torch.Tensor] = []
+        self.lent: list[torch.Tensor] = []
 
     @property
     def stream(self) -> ctypes.c_void_p:
@@ -65,6 +66,11 @@ class Double:
     def drain(self) -> None:
         self.cuda.fakecuda_drain(self.stream)
         self.held.clear()
+
+    def forget(self, wait: str, *, ours: bool, before: int = 0, times: int = 1) -> None:
+        """Lets waits go by: those of our streams, or those of torch's."""
+        arguments = [ctypes.c_int(ours), ctypes.c_long(before), ctypes.c_long(times)]
+        self.cuda.fakecuda_forget(wait.encode(), self.stream, *arguments)
 
     def counts(self) -> dict[str, int]:
         """How often things were done so far."""
@@ -98,10 +104,17 @@ class Device:
 
     def zeros(self, count: int, dtype: str, stream: int | None) -> torch.Tensor:
         assert stream not in (0, self.double.stream.value)
-        return torch.zeros(count, dtype=getattr(torch, dtype))
+        self.double.lent.append(torch.zeros(count, dtype=getattr(torch, dtype)))
+        return self.double.lent[-1]
 
     def joined(self) -> None:
         self.double.drain()
+
+    @contextlib.contextmanager
+    def within(self, stream: int) -> Iterator[None]:
+        # what torch does here it does on the host at once, so the stream must have come so far
+        self.double.cuda.fakecuda_drain(ctypes.c_void_p(stream))
+        yield
 
 
 @contextlib.contextmanager
@@ -112,12 +125,16 @@ def in_place_of_a_gpu(double: Double) -> Iterator[None]:
         for view, tensor in zip(views, tensors, strict=True):
             double.write(view, tensor)
 
-    before, hooks.fill = hooks.fill, fill
+    def clear(view):
+        double.write(view, torch.zeros_like(view))
+
+    before = hooks.fill, hooks.clear
+    hooks.fill, hooks.clear = fill, clear
     devices.KINDS["cpu"] = lambda _: Device(double)
     try:
         yield
     finally:
-        hooks.fill = before
+        hooks.fill, hooks.clear = before
         del devices.KINDS["cpu"]
 
 

@@ -5,7 +5,9 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use offbeat_core::algorithm::{self, Carried, Keeper, Lent, Mixing, Step, Trip, begun, numbers, spans};
+use offbeat_core::algorithm::{
+    self, Apply, Carried, Keeper, LEFT, Lent, Mixing, Step, Storage, Trip, begun, numbers, selection, spans,
+};
 use offbeat_core::bucket::{Bucket, Tensor};
 use offbeat_core::buffer::Buffer;
 use offbeat_core::codec::Codec;
@@ -25,7 +27,8 @@ use crate::outer::{Difference, Outer};
 use crate::pinned::Words;
 use crate::queue::{Kind, Lane, Work};
 use crate::replicas::Replicas;
-use crate::stream::{Mark, Stream};
+use crate::select::Select;
+use crate::stream::{Address, Mark, Stream};
 
 /// For how many rounds blocks that are not finite are counted by themselves.
 const ROUNDS: u64 = 64;
@@ -74,6 +77,7 @@ impl Carrier {
         (steps, at): (&[Step], usize),
         bucket: &Bucket,
         tensors: &[Tensor],
+        memory: &Storage,
         built: &[(usize, Stage)],
     ) -> Result<Option<Stage>> {
         let (group, count, dtype) = (self.lane.group(), bucket.count, bucket.dtype);
@@ -108,9 +112,7 @@ impl Carrier {
             },
             Step::Difference => Stage::Difference(Arc::new(Difference::build(group, count, &spans(bucket, tensors))?)),
             step @ Step::Outer { lr, momentum } => match begun()? {
-                Some(Stage::Difference(begun)) => {
-                    Stage::Outer(Arc::new(Outer::build(group, count, begun, *lr, *momentum)?))
-                }
+                Some(Stage::Difference(begun)) => Stage::Outer(Outer::build(group, count, begun, *lr, *momentum)?),
                 _ => return Err(cannot(step.name(), group.stream.device().ordinal())),
             },
             Step::Replicas { peers, codec, gamma, seed } => {
@@ -119,7 +121,17 @@ impl Carrier {
                 let numbers = codec.map(|codec| numbers(bucket, tensors, codec.block())).unwrap_or_default();
                 let bucket = ((count, dtype), spans(bucket, tensors));
                 let replicas = Replicas::build(group, mixing, *codec, bucket.0, &bucket.1, &numbers)?;
-                Stage::Replicas(Arc::new(replicas), *seed)
+                Stage::Replicas(replicas, *seed)
+            }
+            Step::Select { ratio, .. } => {
+                Stage::Select(Select::build(group, &selection(*ratio, bucket, tensors)?, count, dtype)?)
+            }
+            Step::Apply { function, states } => {
+                let numbers = Bucket { dtype: DType::F32, ..bucket.clone() };
+                let state =
+                    |name: &String| Ok((name.clone(), Storage::Lent(algorithm::Carrier::allocate(self, &numbers)?)));
+                let states = states.iter().map(state).collect::<Result<_>>()?;
+                Stage::Apply { apply: Apply::new(function, bucket, tensors, memory), states }
             }
             other => return Err(cannot(other.name(), group.stream.device().ordinal())),
         }))
@@ -129,7 +141,7 @@ impl Carrier {
 fn cannot(step: &str, device: u32) -> Error {
     Error::unsupported(format!(
         "the step {step} is not carried on a GPU by this version, and the model is on cuda:{device}; try: model.cpu(), or an \
-         algorithm whose steps are: allreduce, bytegrad, qsgd, qadam, onebit_adam, local_sgd, diloco, decentralized, \
+         algorithm whose steps are: allreduce, bytegrad, qsgd, qadam, onebit_adam, topk, local_sgd, diloco, decentralized, \
          low_precision_decentralized"
     ))
 }
@@ -149,10 +161,10 @@ impl algorithm::Carrier for Carrier {
         (self.allocate)(bucket, self.lane.group().stream.handle())
     }
 
-    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor]) -> Result<Box<dyn Carried>> {
+    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor], memory: &Storage) -> Result<Box<dyn Carried>> {
         let mut stages = Vec::new();
         for number in 0..steps.len() {
-            let stage = self.stage((steps, number), bucket, tensors, &stages)?;
+            let stage = self.stage((steps, number), bucket, tensors, memory, &stages)?;
             stages.extend(stage.map(|stage| (number, stage)));
         }
         Ok(Box::new(List { lane: Arc::clone(&self.lane), odd: Arc::clone(&self.odd), stages }))
@@ -233,47 +245,52 @@ enum Stage {
     Gossip(Arc<Gossip>),
     Momentum(Arc<Momentum>, Way),
     Difference(Arc<Difference>),
-    Outer(Arc<Outer>),
+    Outer(Outer),
     /// With where its random numbers begin.
-    Replicas(Arc<Replicas>, u64),
+    Replicas(Replicas, u64),
+    Select(Select),
+    Apply {
+        apply: Apply,
+        /// By name, in memory of torch's: the function may hold on to it.
+        states: Vec<(String, Storage)>,
+    },
 }
 
 impl Stage {
-    /// What it keeps for each element.
-    fn pieces(&self) -> Vec<(&'static str, Keeper, &Piece)> {
+    /// What it keeps for each element: its name, whose it is, and where it lies.
+    fn pieces(&self) -> Vec<(&str, Keeper, Address)> {
         match self {
             Stage::Coded { kept: Some([shares, results]), .. } => {
-                vec![("shares", Keeper::Carrier, shares), ("results", Keeper::Carrier, results)]
+                vec![("shares", Keeper::Carrier, shares.address()), ("results", Keeper::Carrier, results.address())]
             }
-            Stage::Momentum(it, Way::There) => vec![("momentum", Keeper::All, &it.kept)],
-            Stage::Difference(it) => vec![("anchor", Keeper::All, &it.anchor)],
-            Stage::Outer(it) => it.speed.iter().map(|speed| ("momentum", Keeper::All, speed)).collect(),
+            Stage::Momentum(it, Way::There) => vec![("momentum", Keeper::All, it.kept.address())],
+            Stage::Difference(it) => vec![("anchor", Keeper::All, it.anchor.address())],
+            Stage::Outer(it) => it.speed.iter().map(|speed| ("momentum", Keeper::All, speed.address())).collect(),
             Stage::Replicas(it, _) => {
-                it.names().iter().zip(&it.copies).map(|(name, copy)| (*name, Keeper::Each, copy)).collect()
+                it.names().iter().zip(&it.copies).map(|(name, copy)| (*name, Keeper::Each, copy.address())).collect()
+            }
+            Stage::Select(it) => vec![(LEFT, Keeper::Each, it.left.address())],
+            Stage::Apply { states, .. } => {
+                states.iter().map(|(name, memory)| (name.as_str(), Keeper::Each, memory.start() as Address)).collect()
             }
             Stage::Plain(_) | Stage::Gossip(_) | Stage::Coded { .. } | Stage::Momentum(_, Way::Back) => Vec::new(),
         }
     }
 
     /// What lets it begin with the weights in a bucket, if that is anything to it.
-    fn begin(&self) -> Option<Kind> {
+    fn begin(&self) -> Option<Kind<'_>> {
         match self {
             // SAFETY: the bucket stays until the work is done.
-            Stage::Difference(it) => Some(enqueues(it, |it, group, buffer| unsafe { it.begin(group, buffer) })),
+            Stage::Difference(it) => Some(enqueues(|group, buffer| unsafe { it.begin(group, buffer) })),
             // SAFETY: as above.
-            Stage::Replicas(it, _) => Some(enqueues(it, |it, group, buffer| unsafe { it.begin(group, buffer) })),
+            Stage::Replicas(it, _) => Some(enqueues(|group, buffer| unsafe { it.begin(group, buffer) })),
             _ => None,
         }
     }
 }
 
-/// Work of something that was built for a bucket.
-fn enqueues<T: Send + Sync + 'static>(
-    it: &Arc<T>,
-    work: impl Fn(&T, &Group, Buffer) -> Result<()> + Send + 'static,
-) -> Kind {
-    let it = Arc::clone(it);
-    Kind::Step(Box::new(move |group, buffer| work(&it, group, buffer)))
+fn enqueues<'a>(work: impl Fn(&Group, Buffer) -> Result<()> + 'a) -> Kind<'a> {
+    Kind::Step(Box::new(work))
 }
 
 /// Steps of an algorithm, built for one bucket.
@@ -285,7 +302,7 @@ struct List {
 }
 
 impl List {
-    fn work(&self, stage: &Stage, trip: &Trip<'_>) -> Work {
+    fn work<'a>(&self, stage: &'a Stage, trip: &Trip<'a>) -> Work<'a> {
         let step = trip.step;
         let kind = match stage {
             Stage::Plain(op) => Kind::AllReduce(*op),
@@ -300,36 +317,50 @@ impl List {
                 Kind::Compressed { plan: Arc::clone(plan), stream: mix(*seed, trip.step), kept, odd }
             }
             Stage::Momentum(it, way) => {
-                let way = *way;
                 // SAFETY: the bucket stays until the work is done.
-                enqueues(it, move |it, group, buffer| unsafe { it.run(group, buffer, way) })
+                enqueues(|group, buffer| unsafe { it.run(group, buffer, *way) })
             }
             // SAFETY: as above.
-            Stage::Difference(it) => enqueues(it, |it, group, buffer| unsafe { it.run(group, buffer) }),
+            Stage::Difference(it) => enqueues(|group, buffer| unsafe { it.run(group, buffer) }),
             Stage::Outer(it) => {
                 let odd = self.odd.address(step);
                 // SAFETY: as above; the words outlive all work (`Odd`).
-                enqueues(it, move |it, group, buffer| unsafe { it.run(group, buffer, odd) })
+                enqueues(move |group, buffer| unsafe { it.run(group, buffer, odd) })
             }
             Stage::Replicas(it, seed) => {
                 let (odd, stream, traffic) = (self.odd.address(step), mix(*seed, step), it.traffic());
                 trip.tally.add(traffic.0, traffic.1, 0);
                 // SAFETY: as above.
-                enqueues(it, move |it, group, buffer| unsafe { it.run(group, buffer, step, stream, odd) })
+                enqueues(move |group, buffer| unsafe { it.run(group, buffer, step, stream, odd) })
+            }
+            Stage::Select(it) => {
+                let (odd, traffic) = (self.odd.address(step), it.traffic());
+                trip.tally.add(traffic.0, traffic.1, 0);
+                // SAFETY: as above.
+                enqueues(move |group, buffer| unsafe { it.run(group, buffer, odd) })
+            }
+            // called when it is its turn, and enqueues what it does
+            Stage::Apply { apply, states } => {
+                let ran = trip.ran;
+                enqueues(move |group, _| {
+                    let states = states.iter().map(|(name, memory)| (name.as_str(), memory.clone())).collect();
+                    apply.call(states, (step, Some(group.stream.handle())), ran)
+                })
             }
         };
         Work { kind, buffer: trip.buffer, what: trip.what.to_owned() }
     }
 
-    fn pieces(&self) -> impl Iterator<Item = ((usize, &'static str, Keeper), &Piece)> {
+    /// What is kept: (step, name, whose it is), and where.
+    fn pieces(&self) -> impl Iterator<Item = ((usize, &str, Keeper), Address)> {
         self.stages.iter().flat_map(|(number, stage)| {
-            stage.pieces().into_iter().map(move |(name, keeper, piece)| ((*number, name, keeper), piece))
+            stage.pieces().into_iter().map(move |(name, keeper, place)| ((*number, name, keeper), place))
         })
     }
 
-    fn piece(&self, at: usize) -> Result<&Piece> {
-        let piece = self.pieces().nth(at).map(|(_, piece)| piece);
-        piece.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
+    fn place(&self, at: usize) -> Result<Address> {
+        let place = self.pieces().nth(at).map(|(_, place)| place);
+        place.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
     }
 }
 
@@ -341,26 +372,26 @@ impl Carried for List {
 
     fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>> {
         let begin = |kind| Work { kind, buffer, what: "the first weights of a bucket".to_owned() };
-        let works: Vec<Work> = self.stages.iter().filter_map(|(_, stage)| stage.begin()).map(begin).collect();
+        let works: Vec<Work<'_>> = self.stages.iter().filter_map(|(_, stage)| stage.begin()).map(begin).collect();
         Ok(Arc::new(self.lane.enqueue_all(&works, after)?))
     }
 
-    fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
-        self.pieces().map(|(kept, _)| kept).collect()
+    fn kept(&self) -> Vec<(usize, String, Keeper)> {
+        self.pieces().map(|((step, name, keeper), _)| (step, name.to_owned(), keeper)).collect()
     }
 
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>> {
-        let (size, piece) = (size_of::<f32>(), self.piece(at)?);
+        let (size, place) = (size_of::<f32>(), self.place(at)?);
         let mut bytes = vec![0; range.len() * size];
         // SAFETY: what is kept has a number for each element of the bucket.
-        unsafe { self.lane.group().stream.download(piece.address() + (range.start * size) as u64, &mut bytes)? };
+        unsafe { self.lane.group().stream.download(place + (range.start * size) as u64, &mut bytes)? };
         let number = |bytes: &[u8]| bytes.try_into().map(f32::from_le_bytes).unwrap_or_default();
         Ok(bytes.chunks_exact(size).map(number).collect())
     }
 
     fn write(&self, at: usize, first: usize, values: &[f32]) -> Result<()> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let place = self.piece(at)?.address() + (first * size_of::<f32>()) as u64;
+        let place = self.place(at)? + (first * size_of::<f32>()) as u64;
         // SAFETY: as above.
         unsafe { self.lane.group().stream.upload(&bytes, place) }
     }

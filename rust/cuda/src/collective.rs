@@ -62,6 +62,18 @@ impl Group {
         }
     }
 
+    /// Whether a tensor is what something was built for.
+    pub(crate) fn check_built(&self, buffer: Buffer, count: usize, dtype: DType) -> Result<()> {
+        self.check(buffer)?;
+        if (buffer.count, buffer.dtype) == (count, dtype) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "built for {count} elements of {dtype}, and this is {} of {}; try: report this",
+            buffer.count, buffer.dtype
+        )))
+    }
+
     /// Enqueues the reduction of a tensor over all members, in place.
     ///
     /// # Safety

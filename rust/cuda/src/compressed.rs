@@ -89,14 +89,8 @@ impl Compressed {
     /// # Safety
     /// The tensor and all that is named by its address stay until the group's stream has come past this.
     pub unsafe fn run(&self, group: &Group, buffer: Buffer, stream: u64, kept: Residuals, odd: Address) -> Result<()> {
-        group.check(buffer)?;
         let end = self.plan.segments.last().map_or(0, |segment| segment.range.end);
-        if buffer.count != end || buffer.dtype != self.dtype {
-            return Err(Error::invalid(format!(
-                "built for {end} elements of {}, and this is {} of {}; try: report this",
-                self.dtype, buffer.count, buffer.dtype
-            )));
-        }
+        group.check_built(buffer, end, self.dtype)?;
         if group.layout.hosts.len() == 1 {
             // nothing is encoded inside a host
             // SAFETY: the caller's promise.

@@ -2,7 +2,7 @@
 //! the CPU, terms are added in the order of the hosts, and the bits are the same.
 
 use offbeat_core::buffer::Buffer;
-use offbeat_core::dtype::DType;
+use offbeat_core::dtype::{DType, Op};
 use offbeat_core::graph::{Graph, Mix, Term};
 use offbeat_core::{Error, Result};
 
@@ -16,6 +16,8 @@ use crate::stream::Address;
 pub struct Gossip {
     /// None: with nobody but the ranks of my host.
     graph: Option<Graph>,
+    /// Among these: their mean, or their sum.
+    op: Op,
     dtype: DType,
     plan: Plan,
     host_sum: Option<HostSum>,
@@ -35,22 +37,27 @@ impl Gossip {
                 group.layout.hosts.len()
             )));
         }
-        Self::with(group, Some(graph), count, dtype)
+        Self::with(group, (Some(graph), Op::Mean), count, dtype)
     }
 
     /// Builds the mean over the ranks of each host.
     pub fn inside(group: &Group, count: usize, dtype: DType) -> Result<Self> {
-        Self::with(group, None, count, dtype)
+        Self::with(group, (None, Op::Mean), count, dtype)
     }
 
-    fn with(group: &Group, graph: Option<Graph>, count: usize, dtype: DType) -> Result<Self> {
+    /// Builds the sum over the ranks of each host.
+    pub fn sum_inside(group: &Group, count: usize, dtype: DType) -> Result<Self> {
+        Self::with(group, (None, Op::Sum), count, dtype)
+    }
+
+    fn with(group: &Group, (graph, op): (Option<Graph>, Op), count: usize, dtype: DType) -> Result<Self> {
         let plan = Plan::plain(&group.layout, count);
         let (places, len) = places(carried(&plan, group).map(|at| (at, plan.segments[at].range.len())));
         let mine = group.upload_tiles(&plan.placed(&places))?;
         // where one host has several ranks, all send f32
         let sums = group.layout.hosts.iter().any(|members| members.len() > 1);
         let host_sum = if sums { Some(HostSum::build(group, &plan)?) } else { None };
-        Ok(Gossip { graph, dtype, plan, host_sum, places, len, mine })
+        Ok(Gossip { graph, op, dtype, plan, host_sum, places, len, mine })
     }
 
     /// Enqueues the mean with the peers of a step, in place.
@@ -63,7 +70,7 @@ impl Gossip {
         let masses: Vec<u32> = group.layout.hosts.iter().map(|members| members.len() as u32).collect();
         let blend = match &self.graph {
             Some(graph) => graph.mix(&masses, host, step),
-            None => alone(host, masses[host]),
+            None => alone(host, masses[host], self.op),
         };
         if blend.terms.len() == 1 && members.len() == 1 {
             return Ok(());
@@ -120,8 +127,8 @@ impl Gossip {
     }
 }
 
-/// The mean over the ranks of one host.
-fn alone(host: usize, ranks: u32) -> Mix {
+/// The mean or the sum over the ranks of one host.
+fn alone(host: usize, ranks: u32, op: Op) -> Mix {
     let term = Term { node: host, factor: 1.0 / f64::from(ranks), mass: u64::from(ranks) };
-    Mix { terms: vec![term], divisor: Some(ranks) }
+    Mix { terms: vec![term], divisor: Some(if op == Op::Sum { 1 } else { ranks }) }
 }

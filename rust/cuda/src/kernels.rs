@@ -4,6 +4,7 @@
 //! uses one codec does not wait for all others.
 
 mod steps;
+pub mod top_k;
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};

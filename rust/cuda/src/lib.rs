@@ -9,7 +9,8 @@
 //! - [`site`]: what a rank has of CUDA; [`carrier`]: a model's steps, core's `Carrier`; [`ferry`]: its snapshots in the
 //!   background, core's `Ferry`
 //! - [`queue`]: collectives in order, core's `Queue`; [`watch`]: the thread that sees when they hang
-//! - [`compressed`], [`gossip`], [`replicas`], [`collective`]: what is enqueued for each; [`plan`]: who carries what (pure)
+//! - [`compressed`], [`select`], [`gossip`], [`replicas`], [`collective`]: what is enqueued for each; [`plan`]: who carries what
+//!   (pure)
 //! - [`momentum`], [`outer`]: steps that exchange nothing
 //! - [`kernels`]: our kernels by name; [`module`]: PTX on a device
 //! - [`communicator`]: ranks that NCCL connects; [`nccl`]: its library; [`story`]: what became of a communicator
@@ -47,6 +48,7 @@ pub mod pinned;
 pub mod plan;
 pub mod queue;
 pub mod replicas;
+pub mod select;
 pub mod site;
 pub mod story;
 pub mod stream;

@@ -20,9 +20,9 @@ use crate::stream::{Address, Mark};
 use crate::watch::Watch;
 
 /// One exchange. All members of the group enqueue the same ones in the same order.
-pub struct Work {
+pub struct Work<'a> {
     /// What is done.
-    pub kind: Kind,
+    pub kind: Kind<'a>,
     /// To what. The memory stays until the work is done: in torch's words, `record_stream`.
     pub buffer: Buffer,
     /// What it is called in errors: which bucket in which step.
@@ -30,7 +30,7 @@ pub struct Work {
 }
 
 /// What is done to a tensor, in place.
-pub enum Kind {
+pub enum Kind<'a> {
     /// The reduction over all members.
     AllReduce(Op),
     /// The reduction over all members, encoded between hosts.
@@ -57,11 +57,11 @@ pub enum Kind {
         root: usize,
     },
     /// What a step enqueues on the group's stream for its bucket.
-    Step(Box<Enqueue>),
+    Step(Box<Enqueue<'a>>),
 }
 
 /// Enqueues something for a bucket, whose memory stays until that is done.
-pub type Enqueue = dyn Fn(&Group, Buffer) -> Result<()> + Send;
+pub type Enqueue<'a> = dyn Fn(&Group, Buffer) -> Result<()> + 'a;
 
 /// The end of some work.
 #[derive(Clone)]
@@ -122,7 +122,7 @@ impl Lane {
         stream.drain()
     }
 
-    fn run(&self, work: &Work) -> Result<()> {
+    fn run(&self, work: &Work<'_>) -> Result<()> {
         let Work { kind, buffer, .. } = work;
         // SAFETY: whoever enqueues work promises that its memory stays until the work is done.
         unsafe {
@@ -139,7 +139,7 @@ impl Lane {
 
 impl Lane {
     /// Enqueues some work in order; it begins when all of `after` has happened. The event is its end.
-    pub fn enqueue_all(&self, works: &[Work], after: &[Arc<dyn Event>]) -> Result<Done> {
+    pub fn enqueue_all(&self, works: &[Work<'_>], after: &[Arc<dyn Event>]) -> Result<Done> {
         let Group { communicator, stream, .. } = &self.group;
         let limit = Duration::from_nanos(self.limit.load(Ordering::Relaxed));
         if let Some(error) = communicator.story().told() {
@@ -170,10 +170,10 @@ impl Lane {
 }
 
 impl Queue for Lane {
-    type Work = Work;
+    type Work = Work<'static>;
     type Event = Done;
 
-    fn enqueue(&self, work: Work, after: Option<Arc<dyn Event>>) -> Result<Done> {
+    fn enqueue(&self, work: Work<'static>, after: Option<Arc<dyn Event>>) -> Result<Done> {
         self.enqueue_all(&[work], after.as_slice())
     }
 }

@@ -96,6 +96,18 @@ impl Stream {
         self.device.with("a copy", || unsafe { result::memcpy_dtod_async(to, from, bytes, self.raw) })
     }
 
+    /// Fills memory with zeros.
+    ///
+    /// # Safety
+    /// It is `bytes` long, and stays until that is done.
+    pub unsafe fn clear(&self, at: Address, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        // SAFETY: the caller's promise.
+        self.device.with("zeros", || unsafe { result::memset_d8_async(at, 0, bytes, self.raw) })
+    }
+
     /// Copies to pinned memory of the host; nothing waits for it.
     ///
     /// # Safety

@@ -83,7 +83,7 @@ impl Background {
     /// The snapshot and the delta: DLPack capsules, or the tensors that were lent.
     fn memory(&self, py: Python<'_>) -> PyResult<(Py<PyAny>, Py<PyAny>)> {
         let ([snapshot, delta], count) = self.0.memory();
-        Ok((carrier::shown(py, snapshot, DType::F32, count)?, carrier::shown(py, delta, DType::F32, count)?))
+        Ok((carrier::shown(py, &snapshot, DType::F32, count)?, carrier::shown(py, &delta, DType::F32, count)?))
     }
 
     fn look(&self) -> PyResult<Option<&'static str>> {

@@ -62,9 +62,9 @@ pub(crate) fn allocate(function: &Py<PyAny>, count: usize, dtype: DType, stream:
 }
 
 /// Memory as Python sees it: a DLPack capsule, or the tensor that was lent.
-pub(crate) fn shown(py: Python<'_>, memory: Storage, dtype: DType, count: usize) -> PyResult<Py<PyAny>> {
+pub(crate) fn shown(py: Python<'_>, memory: &Storage, dtype: DType, count: usize) -> PyResult<Py<PyAny>> {
     match memory {
-        Storage::Shared(memory) => dlpack::bucket(py, memory, dtype, count),
+        Storage::Shared(memory) => dlpack::bucket(py, Arc::clone(memory), dtype, count),
         Storage::Lent(memory) => match memory.as_any().downcast_ref::<Tensor>() {
             Some(tensor) => Ok(tensor.object.clone_ref(py)),
             None => Err(raise(Error::unsupported("memory that was lent and is not torch's; try: report this"))),

@@ -6,9 +6,9 @@ use offbeat_core::{Error, Kind};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
-use crate::dlpack;
+use crate::carrier::shown;
 
-/// `offbeat.steps.Apply`'s callable: gets capsules and gives nothing.
+/// `offbeat.steps.Apply`'s callable: gets capsules, or tensors and a stream where buckets are on a device, and gives nothing.
 #[derive(Debug)]
 pub(crate) struct Function {
     pub(crate) callable: Py<PyAny>,
@@ -20,12 +20,12 @@ pub(crate) struct Function {
 
 impl Function {
     fn enter(&self, py: Python<'_>, room: &Room<'_>) -> PyResult<()> {
-        let bucket = dlpack::bucket(py, room.bucket.clone(), room.dtype, room.count)?;
+        let bucket = shown(py, room.bucket, room.dtype, room.count)?;
         let states = PyDict::new(py);
         for (name, memory) in &room.states {
-            states.set_item(name, dlpack::bucket(py, (*memory).clone(), DType::F32, room.count)?)?;
+            states.set_item(name, shown(py, memory, DType::F32, room.count)?)?;
         }
-        self.callable.call1(py, (bucket, states, room.tensors.to_vec(), room.step)).map(drop)
+        self.callable.call1(py, (bucket, states, room.tensors.to_vec(), room.step, room.stream)).map(drop)
     }
 }
 

@@ -103,7 +103,7 @@ impl Scheduler {
     fn buckets(&self, py: Python<'_>) -> PyResult<Vec<BucketView>> {
         let view = |(bucket, memory): (offbeat_core::bucket::Bucket, Storage)| {
             let slots = bucket.slots.iter().map(|slot| (slot.tensor, slot.offset)).collect();
-            Ok((carrier::shown(py, memory, bucket.dtype, bucket.count)?, slots))
+            Ok((carrier::shown(py, &memory, bucket.dtype, bucket.count)?, slots))
         };
         self.0.buckets().into_iter().map(view).collect()
     }

@@ -18,6 +18,10 @@ long fakecuda_count(const char *what);
 // How much is alive: memory, streams, events, modules and retained contexts.
 long fakecuda_alive(void);
 
+// Forgets waits, as a program might: calls of a function (cuStreamWaitEvent, cuStreamSynchronize, cuEventQuery) on a stream,
+// or on any other, from the one after `before` of them on, so many times. An event has no stream here: null.
+void fakecuda_forget(const char *name, void *stream, int is_other, long before, long times);
+
 // For the double of NCCL: memory of the device as the host sees it, or null if it is not so long; work on a stream; and
 // whether the work that is running waits for a peer.
 void *fakecuda_host(uint64_t address, size_t bytes);

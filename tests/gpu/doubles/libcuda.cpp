@@ -1,13 +1,12 @@
 // A double of libcuda.so.1, for tests without a GPU: as much of the driver as offbeat calls, on memory of the host.
 //
 // Strict where the driver is, and where mistakes would go unseen: a call without a current context is refused (201), a kernel
-// on memory that is not the device's makes every later call fail (700), addresses of the device cannot be read by the host,
+// on memory that is not the device's makes every later call fail (700), and so does giving back memory that a kernel under way
+// uses; addresses of the device cannot be read by the host,
 // and what was not given back is told at the end. Kernels are those that fakecuda_register was told of.
 //
 //   FAKECUDA_SCHED=k          which streams are lazy: streams.h
 //   FAKECUDA_FAIL=f:n:code    the n-th call of the function f gives this error
-//   FAKECUDA_FORGET=f         from then on the function f does nothing and says that all is well, as if a wait were forgotten;
-//                             for cuEventQuery and cuStreamWaitEvent
 //   FAKECUDA_IDENTITY=1       an address of the device is that of the host, and any is taken: CPU tensors as device memory
 //   FAKECUDA_KERNELS=path     a library that registers kernels when it is loaded
 //   FAKECUDA_DEVICES=n  FAKECUDA_VERSION=v  FAKECUDA_POOLS=0      what the driver says of itself
@@ -52,6 +51,7 @@ struct World {
     std::set<Module *> modules;
     std::map<std::string, Kernel> kernels;
     std::map<std::string, long> counts;
+    std::multiset<uint64_t> used; // what kernels under way were given
     std::atomic<int> failed{OK};
     ~World();
     long alive() const {
@@ -91,6 +91,16 @@ static int begin(const char *name, bool needs_context) {
     if (!world.started) return NOT_INITIALIZED;
     return needs_context && (stack.empty() || !stack.back()) ? INVALID_CONTEXT : OK;
 }
+// Waits that the double forgets: double.h.
+struct Forgotten { std::string name; void *stream; bool is_other; long before, times; };
+static std::vector<Forgotten> forgotten;
+static bool forgets(const char *name, void *stream) {
+    Lock lock(world.mutex);
+    for (Forgotten &it : forgotten)
+        if (it.name == name && (it.stream == stream) != it.is_other && it.before-- <= 0 && it.times-- > 0) return true;
+    return false;
+}
+#define FORGET(stream) if (forgets(__func__, stream)) return OK
 #define API extern "C" int
 #define BEGIN(needs_context) if (int code = begin(__func__, needs_context)) return code
 
@@ -124,10 +134,6 @@ static bool is_pinned(const void *start, size_t bytes) {
     if (after == world.pinned.begin()) return false;
     --after;
     return (char *)start + bytes <= after->first + after->second;
-}
-static bool is_forgotten(const char *name) {
-    static const char *which = getenv("FAKECUDA_FORGET");
-    return which && !strcmp(which, name);
 }
 // What may keep the host waiting until the device is done: none of it belongs into a step.
 static void synchronizes() { count("host synchronizations"); }
@@ -211,12 +217,12 @@ API cuStreamDestroy_v2(void *handle) {
     delete (Stream *)handle;
     return OK;
 }
-API cuStreamSynchronize(void *handle) { BEGIN(true); STREAM; synchronizes(); stream->drain(); return world.failed; }
+API cuStreamSynchronize(void *handle) { BEGIN(true); STREAM; FORGET(handle); synchronizes(); stream->drain(); return world.failed; }
 API cuStreamWaitEvent(void *handle, Event *event, unsigned) {
     BEGIN(true);
     STREAM;
     if (!is_alive(event)) return INVALID_HANDLE;
-    if (is_forgotten(__func__)) return OK;
+    FORGET(handle);
     if (auto place = last(event)) stream->push([place] { place->wait(); });
     return OK;
 }
@@ -249,7 +255,7 @@ API cuEventRecord(Event *event, void *handle) {
 API cuEventQuery(Event *event) {
     BEGIN(true);
     if (!is_alive(event)) return INVALID_HANDLE;
-    if (is_forgotten(__func__)) return OK;
+    FORGET(nullptr);
     auto place = last(event);
     return !place || place->is_reached() ? (int)world.failed : NOT_READY;
 }
@@ -268,6 +274,12 @@ static int release(uint64_t address) {
         Lock lock(world.mutex);
         auto found = world.memory.find(address);
         if (found == world.memory.end()) return INVALID_VALUE;
+        auto used = world.used.lower_bound(address);
+        if (used != world.used.end() && *used < address + found->second) {
+            fprintf(stderr, "libcuda double: memory is given back that a kernel under way uses\n");
+            world.failed = ILLEGAL_ADDRESS;
+            return OK; // as the driver: it shows later
+        }
         memset(host(address), 0xDD, found->second);
         world.memory.erase(found);
     }
@@ -345,6 +357,13 @@ API cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void *handle)
     stream->push([=] { memmove(host(to), host(from), bytes); });
     return OK;
 }
+API cuMemsetD8Async(uint64_t at, unsigned char value, size_t bytes, void *handle) {
+    BEGIN(true);
+    STREAM;
+    if (!is_ours(at, bytes)) return INVALID_VALUE;
+    stream->push([=] { memset(host(at), value, bytes); });
+    return OK;
+}
 
 API cuModuleLoadData(Module **module, const void *image) {
     BEGIN(true);
@@ -410,11 +429,21 @@ API cuLaunchKernel(Function *function, unsigned gx, unsigned gy, unsigned gz, un
         value -= ELSEWHERE;
     }
     count("kernels");
+    auto use = [=](bool begins) {
+        Lock lock(world.mutex);
+        for (size_t i = 0; i < values->size(); ++i)
+            if (kernel->pointers[i] && (*values)[i]) {
+                const uint64_t address = (*values)[i] + ELSEWHERE;
+                begins ? (void)world.used.insert(address) : (void)world.used.erase(world.used.find(address));
+            }
+    };
+    use(true);
     stream->push([=] {
         std::vector<void *> places;
         for (uint64_t &value : *values) places.push_back(&value);
         const unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
         kernel->run(grid, block, places.data(), kernel->user);
+        use(false);
     });
     return OK;
 }
@@ -424,6 +453,10 @@ int fakecuda_register(const char *name, uint32_t arguments, const uint32_t *size
     Lock lock(world.mutex);
     world.kernels[name] = Kernel{{sizes, sizes + arguments}, {pointers, pointers + arguments}, run, user};
     return OK;
+}
+void fakecuda_forget(const char *name, void *stream, int is_other, long before, long times) {
+    Lock lock(world.mutex);
+    forgotten.push_back({name, stream, is_other != 0, before, times});
 }
 long fakecuda_count(const char *what) { Lock lock(world.mutex); return world.counts[what]; }
 long fakecuda_alive(void) { Lock lock(world.mutex); return world.alive(); }

@@ -68,8 +68,10 @@ def forgetful():
     import offbeat
 
     offbeat.init(timeout=5.0)
-    algorithm, where = sys.argv[1:]
+    algorithm, where, forgotten = sys.argv[1:]
     usual, double = train(algorithm), Double()
+    if forgotten:
+        double.forget(forgotten, ours=True, times=10**6)
     with in_place_of_a_gpu(double), elsewhere(double, where) if where else contextlib.nullcontext():
         print("other bits" if differences(usual[0], train(algorithm)[0]) else "the same bits", flush=True)
 
@@ -85,7 +87,7 @@ def forgetful():
     ],
 )
 def test_a_wait_that_is_forgotten_is_found_by_a_schedule(train, algorithm, where, lazy, forgotten):
-    said = train(forgetful, "ab", algorithm, where, check=False, FAKECUDA_SCHED=lazy, FAKECUDA_FORGET=forgotten)
+    said = train(forgetful, "ab", algorithm, where, forgotten, check=False, FAKECUDA_SCHED=lazy)
     found = [rank.out.startswith("other bits") or (rank.code or 0) < 0 for rank in said.ranks]
     assert any(found), said.report()
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use offbeat_core::algorithm::{
-    self, Carried, Carrier, Description, Keeper, Lent, Step, Stream, Trip, What, When, meet,
+    self, Carried, Carrier, Description, Keeper, Lent, Step, Storage, Stream, Trip, What, When, meet,
 };
 use offbeat_core::bucket::{Bucket, Sizes, Tensor};
 use offbeat_core::buffer::{Buffer, Place};
@@ -80,7 +80,7 @@ impl Carrier for Device {
         Ok(Arc::new(Room(vec![0; bucket.bytes()])))
     }
 
-    fn build(&self, steps: &[Step], _: &Bucket, _: &[Tensor]) -> Result<Box<dyn Carried>> {
+    fn build(&self, steps: &[Step], _: &Bucket, _: &[Tensor], _: &Storage) -> Result<Box<dyn Carried>> {
         match steps.iter().find(|step| matches!(step, Step::Select { .. })) {
             Some(step) => Err(Error::unsupported(format!("no {}", step.name()))),
             None => Ok(Box::new(Steps(Arc::clone(&self.0)))),
@@ -131,8 +131,8 @@ impl Carried for Steps {
         Ok(Arc::new(Word("the beginning".to_owned())))
     }
 
-    fn kept(&self) -> Vec<(usize, &'static str, Keeper)> {
-        vec![(0, "numbers", Keeper::All)]
+    fn kept(&self) -> Vec<(usize, String, Keeper)> {
+        vec![(0, "numbers".to_owned(), Keeper::All)]
     }
 
     fn read(&self, _: usize, range: Range<usize>) -> Result<Vec<f32>> {

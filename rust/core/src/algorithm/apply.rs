@@ -6,6 +6,7 @@ use std::sync::Arc;
 use offbeat_transport::shm::arena::Piece;
 use offbeat_transport::trace;
 
+use super::carrier::{Storage, Stream};
 use super::memory::{Keeper, Memory};
 use super::pipeline::Round;
 use crate::Result;
@@ -15,7 +16,7 @@ use crate::dtype::DType;
 /// What a function works on. It may hold on to the memory, and must expect it to change.
 pub struct Room<'a> {
     /// The bucket.
-    pub bucket: &'a Arc<Piece>,
+    pub bucket: &'a Storage,
     /// The type of its elements.
     pub dtype: DType,
     /// How many there are, with what lies between tensors.
@@ -23,9 +24,11 @@ pub struct Room<'a> {
     /// (name, first element, elements) of each tensor in it.
     pub tensors: &'a [(String, usize, usize)],
     /// What it keeps: a float32 for each element of the bucket, by name.
-    pub states: Vec<(&'a str, &'a Arc<Piece>)>,
+    pub states: Vec<(&'a str, Storage)>,
     /// The round.
     pub step: u64,
+    /// Where the bucket is on a device: the stream on which it is to work. What is enqueued there is done, on that stream.
+    pub stream: Option<Stream>,
 }
 
 /// Does something with a bucket, on the communication thread.
@@ -34,49 +37,62 @@ pub trait Function: fmt::Debug + Send + Sync {
     fn call(&self, room: &Room<'_>) -> Result<()>;
 }
 
-pub(super) struct Apply {
+/// A function for one bucket.
+pub struct Apply {
     function: Arc<dyn Function>,
-    bucket: Arc<Piece>,
+    bucket: Storage,
     dtype: DType,
     count: usize,
     tensors: Vec<(String, usize, usize)>,
 }
 
 impl Apply {
-    pub(super) fn build(
-        function: &Arc<dyn Function>,
+    /// A function for a bucket that lies in `memory`.
+    pub fn new(function: &Arc<dyn Function>, bucket: &Bucket, tensors: &[Tensor], memory: &Storage) -> Self {
+        let described =
+            |slot: &crate::bucket::Slot| (tensors[slot.tensor].name.clone(), slot.offset, tensors[slot.tensor].count);
+        Apply {
+            function: Arc::clone(function),
+            bucket: memory.clone(),
+            dtype: bucket.dtype,
+            count: bucket.count,
+            tensors: bucket.slots.iter().map(described).collect(),
+        }
+    }
+
+    /// What it keeps under these names, in the host's memory.
+    pub(super) fn memories(
         states: &[String],
         bucket: &Bucket,
         tensors: &[Tensor],
-        memory: &Arc<Piece>,
         allocate: impl Fn(usize) -> Result<Piece>,
-    ) -> Result<(Self, Vec<Memory>)> {
+    ) -> Result<Vec<Memory>> {
         let state = |name: &String| {
             let piece = allocate(bucket.count * size_of::<f32>())?;
             // SAFETY: the piece is fresh and as long as it says.
             unsafe { std::ptr::write_bytes(piece.start(), 0, piece.len()) };
             Ok(Memory::of_elements(name, Keeper::Each, bucket, tensors).lent(piece))
         };
-        let memories = states.iter().map(state).collect::<Result<_>>()?;
-        let described =
-            |slot: &crate::bucket::Slot| (tensors[slot.tensor].name.clone(), slot.offset, tensors[slot.tensor].count);
-        let apply = Apply {
-            function: Arc::clone(function),
-            bucket: Arc::clone(memory),
-            dtype: bucket.dtype,
-            count: bucket.count,
-            tensors: bucket.slots.iter().map(described).collect(),
-        };
-        Ok((apply, memories))
+        states.iter().map(state).collect()
     }
 
     pub(super) fn run(&self, round: &Round<'_>, memories: &[Memory]) -> Result<()> {
-        let states = memories.iter().filter_map(|memory| Some((memory.name.as_str(), memory.piece()?))).collect();
+        let state = |memory: &'_ Memory| Some(Storage::Shared(Arc::clone(memory.piece()?)));
+        let states = memories.iter().filter_map(|memory| Some((memory.name.as_str(), state(memory)?))).collect();
+        self.call(states, (round.step, None), round.ran)
+    }
+
+    /// Calls it in a round, for a bucket on a device with the stream; `ran` is told from when to when.
+    pub fn call(
+        &self,
+        states: Vec<(&str, Storage)>,
+        (step, stream): (u64, Option<Stream>),
+        ran: &dyn Fn(u64, u64),
+    ) -> Result<()> {
         let Apply { bucket, dtype, count, tensors, .. } = self;
         let began = trace::now();
-        let result =
-            self.function.call(&Room { bucket, dtype: *dtype, count: *count, tensors, states, step: round.step });
-        (round.ran)(began, trace::now());
+        let result = self.function.call(&Room { bucket, dtype: *dtype, count: *count, tensors, states, step, stream });
+        ran(began, trace::now());
         result
     }
 }

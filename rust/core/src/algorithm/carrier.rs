@@ -36,6 +36,8 @@ pub struct Trip<'a> {
     pub after: &'a [Arc<dyn Event>],
     /// What is counted.
     pub tally: &'a Tally,
+    /// Is told from when to when a function of the user's ran.
+    pub ran: &'a dyn Fn(u64, u64),
 }
 
 /// Steps of an algorithm, ready to run on a bucket.
@@ -45,7 +47,7 @@ pub trait Carried: Send + Sync {
     /// Enqueues that anchors and copies begin with the weights in a bucket, after some events. The event is its end.
     fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>>;
     /// (step, name, whose it is) of what is kept for each element of the bucket.
-    fn kept(&self) -> Vec<(usize, &'static str, Keeper)>;
+    fn kept(&self) -> Vec<(usize, String, Keeper)>;
     /// Some numbers of the `at`-th of these; waits for what is under way.
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>>;
     /// Puts some there.
@@ -56,8 +58,8 @@ pub trait Carried: Send + Sync {
 pub trait Carrier: Send + Sync {
     /// Memory for a bucket, all zero.
     fn allocate(&self, bucket: &Bucket) -> Result<Arc<dyn Lent>>;
-    /// Steps for a bucket. What cannot be carried is refused here.
-    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor]) -> Result<Box<dyn Carried>>;
+    /// Steps for a bucket that lies in `memory`. What cannot be carried is refused here.
+    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor], memory: &Storage) -> Result<Box<dyn Carried>>;
     /// The end of what is enqueued on a stream of the caller's so far.
     fn mark(&self, stream: Stream) -> Result<Arc<dyn Event>>;
     /// Lets what comes on a stream of the caller's wait for an event.

@@ -19,11 +19,12 @@ mod select;
 mod step;
 
 pub use all_reduce::numbers;
-pub use apply::{Function, Room};
+pub use apply::{Apply, Function, Room};
 pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
 pub use memory::{Keeper, Saved, spans};
 pub use mixing::{Mixing, Rule};
 pub use pipeline::{Pipeline, Round};
+pub use select::{LEFT, selection};
 pub use step::{Step, begun};
 
 use crate::bucket::Grain;

@@ -126,7 +126,7 @@ impl Pipeline {
         first.iter().chain(steps).try_for_each(|step| check(step, bucket.dtype, tensors))?;
         let mut pipeline = Pipeline { warmup: *warmup, first: first.len(), ..Pipeline::default() };
         if let Some(carrier) = carrier {
-            let build = |steps| carrier.build(steps, bucket, tensors);
+            let build = |steps| carrier.build(steps, bucket, tensors, memory);
             pipeline.carried = Some([build(first)?, build(steps)?]);
             pipeline.places = spans(bucket, tensors);
             return Ok(pipeline);
@@ -187,11 +187,8 @@ impl Pipeline {
             Step::Apply { function, states } => {
                 let arena = group.mesh().arena();
                 let allocate = |bytes: usize| arena.allocate(bytes.max(1));
-                let Storage::Shared(memory) = memory else {
-                    return Err(Error::unsupported("functions of your own take buckets of the host only"));
-                };
-                let (stage, memories) = Apply::build(function, states, bucket, tensors, memory, allocate)?;
-                (Kind::Apply(stage), memories)
+                let memories = Apply::memories(states, bucket, tensors, allocate)?;
+                (Kind::Apply(Apply::new(function, bucket, tensors, memory)), memories)
             }
         };
         Ok(Stage { work, memories: Mutex::new(memories) })
@@ -200,10 +197,10 @@ impl Pipeline {
     /// Runs all steps on a bucket, on this thread. On a device they are enqueued, and the event is their end.
     pub fn run(&self, round: &Round<'_>) -> Result<Option<Arc<dyn Event>>> {
         if let Some([first, rest]) = &self.carried {
-            let Round { buffer, step, after, tally, .. } = *round;
+            let Round { buffer, step, after, tally, ran, .. } = *round;
             let what = round.terms.purpose.map_or_else(String::new, |purpose| purpose());
             let carried = if step < self.warmup { first } else { rest };
-            return carried.enqueue(&Trip { buffer, step, what: &what, after, tally }).map(Some);
+            return carried.enqueue(&Trip { buffer, step, what: &what, after, tally, ran }).map(Some);
         }
         let stages = if round.step < self.warmup { 0..self.first } else { self.first..self.stages.len() };
         self.stages[stages].iter().try_for_each(|stage| self.run_stage(stage, round))?;
@@ -278,7 +275,7 @@ impl Pipeline {
     }
 
     /// What carried steps keep: by whom it is read, its place there, and (step, name, keeper).
-    fn kept(&self) -> impl Iterator<Item = (&dyn Carried, usize, (usize, &'static str, Keeper))> {
+    fn kept(&self) -> impl Iterator<Item = (&dyn Carried, usize, (usize, String, Keeper))> {
         let lists = self.carried.iter().flatten().zip([0, self.first]);
         lists.flat_map(|(carried, before)| {
             let kept = carried.kept().into_iter().enumerate();
@@ -288,7 +285,7 @@ impl Pipeline {
 
     /// Takes over what [`Pipeline::saved`] gave. `wrong` is told how many numbers there should have been, if not so many.
     pub fn restore(&self, slot: usize, name: &str, values: &[f32], wrong: &dyn Fn(usize) -> Error) -> Result<()> {
-        let is_it = |kept: &(usize, &'static str, Keeper)| format!("{}.{}", kept.0, kept.1) == name;
+        let is_it = |kept: &(usize, String, Keeper)| format!("{}.{}", kept.0, kept.1) == name;
         for (carried, at, _) in self.kept().filter(|(.., kept)| is_it(kept)) {
             let place = &self.places[slot];
             if place.len() != values.len() {
@@ -318,6 +315,7 @@ impl Stage {
 /// Whether a step makes sense, wherever the bucket is.
 fn check(step: &Step, dtype: DType, tensors: &[Tensor]) -> Result<()> {
     match step {
+        // these take all, or say themselves what they do not take
         Step::AllReduce { .. } | Step::HostReduce | Step::Gossip { .. } | Step::Apply { .. } => return Ok(()),
         Step::Momentum { betas } => Momentum::check(betas, tensors)?,
         Step::Outer { lr, momentum } => Outer::check(*lr, *momentum)?,

@@ -19,21 +19,29 @@ use crate::codec::TopK;
 use crate::dtype::{DType, Op};
 use crate::{Error, Kind, Result};
 
+/// What is kept is called this.
+pub const LEFT: &str = "left";
+
 pub(super) struct Select {
     /// The elements of each slot, and how many of them are sent.
     spans: Vec<(Range<usize>, TopK)>,
 }
 
+/// The elements of each slot of a bucket, and how many of them are sent.
+pub fn selection(ratio: f64, bucket: &Bucket, tensors: &[Tensor]) -> Result<Vec<(Range<usize>, TopK)>> {
+    let span = |slot: &crate::bucket::Slot| {
+        let Tensor { count, rows, .. } = tensors[slot.tensor];
+        // asked for in either case: a wrong ratio is an error wherever it stands
+        let (some, all) = (TopK::new(count, ratio)?, TopK::new(count, 1.0)?);
+        Ok((slot.offset..slot.offset + count, if rows > 1 { some } else { all }))
+    };
+    bucket.slots.iter().map(span).collect()
+}
+
 impl Select {
     pub(super) fn build(ratio: f64, bucket: &Bucket, tensors: &[Tensor]) -> Result<(Self, Vec<Memory>)> {
-        let span = |slot: &crate::bucket::Slot| {
-            let Tensor { count, rows, .. } = tensors[slot.tensor];
-            // asked for in either case: a wrong ratio is an error wherever it stands
-            let (some, all) = (TopK::new(count, ratio)?, TopK::new(count, 1.0)?);
-            Ok((slot.offset..slot.offset + count, if rows > 1 { some } else { all }))
-        };
-        let spans = bucket.slots.iter().map(span).collect::<Result<_>>()?;
-        Ok((Select { spans }, vec![Memory::of_elements("left", Keeper::Each, bucket, tensors)]))
+        let spans = selection(ratio, bucket, tensors)?;
+        Ok((Select { spans }, vec![Memory::of_elements(LEFT, Keeper::Each, bucket, tensors)]))
     }
 
     pub(super) fn run(&self, round: &Round<'_>, left: &mut Memory) -> Result<()> {

@@ -99,7 +99,7 @@ impl Process {
         Ok((piece, Buffer { start, count, dtype, place: Place::Cuda(0) }))
     }
 
-    pub fn enqueue(&self, kind: Kind, buffer: Buffer, forgets: Forgets) -> Result<Done> {
+    pub fn enqueue(&self, kind: Kind<'static>, buffer: Buffer, forgets: Forgets) -> Result<Done> {
         let work = Work { kind, buffer, what: "bucket 3 in step 7".to_owned() };
         let ready: Arc<dyn Event> = Arc::new(self.torch.mark()?);
         let done = self.lane.enqueue(work, (forgets != Forgets::Before).then_some(ready))?;
@@ -118,7 +118,7 @@ impl Process {
     }
 
     /// Data through a collective: written and read on torch's stream.
-    pub fn through(&self, kind: Kind, data: &[u8], dtype: DType) -> Result<Vec<u8>> {
+    pub fn through(&self, kind: Kind<'static>, data: &[u8], dtype: DType) -> Result<Vec<u8>> {
         let (piece, buffer) = self.tensor(data, dtype)?;
         let done = self.enqueue(kind, buffer, Forgets::Nothing)?;
         let found = self.read(buffer)?;
