@@ -124,17 +124,27 @@ fn top_k(room: &mut Room) {
 }
 
 fn low_rank(room: &mut Room) {
-    let rows = 1 << (room.values.len().ilog2() / 2);
+    // no power of two, and about square
+    let rows = room.values.len().isqrt() * 49 / 50;
+    let cols = room.values.len() / rows;
+    let all = rows * cols;
     for rank in [1, 4, 32] {
-        let Ok(shape) = LowRank::new(rows, room.values.len() / rows, rank) else { return };
+        let Ok(shape) = LowRank::new(rows, cols, rank) else { return };
         let (mut p, mut q) = (vec![0f32; shape.left_len()], vec![0f32; shape.right_len()]);
         shape.start(1, &mut q);
         let name = format!("low_rank {rank}");
-        println!("{name}: {:.4} of the bytes", (p.len() + q.len()) as f64 / room.values.len() as f64);
-        room.measure(&name, "left", |room| shape.left(&room.values, &q, black_box(&mut p)));
+        println!("{name}: {:.4} of the bytes", (p.len() + q.len()) as f64 / all as f64);
+        room.measure(&name, "left", |room| {
+            shape.left(&room.values[..all], &room.residual[..all], &q, black_box(&mut p));
+        });
         room.measure(&name, "orthonormalise", |_| shape.orthonormalise(black_box(&mut p)));
-        room.measure(&name, "right", |room| shape.right(&room.values, &p, black_box(&mut q)));
-        room.measure(&name, "product", |room| shape.product(&p, &q, &mut room.out));
-        room.measure(&name, "residual", |room| assert!(shape.residual(&room.values, &p, &q, &mut room.residual)));
+        room.measure(&name, "right", |room| {
+            shape.right(&room.values[..all], &room.residual[..all], &p, black_box(&mut q));
+        });
+        room.measure(&name, "finish", |room| {
+            assert!(shape.finish(&mut room.out[..all], &mut room.residual[..all], &p, &q, &q));
+        });
+        room.residual.fill(0.0);
+        room.out.copy_from_slice(&room.values);
     }
 }

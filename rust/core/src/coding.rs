@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use crate::codec::{Codec, Salt};
 
 /// Elements of a result whose error is looked at: enough to know it, few enough to cost nothing.
-const SAMPLE: usize = 4096;
+pub(crate) const SAMPLE: usize = 4096;
 
 /// Which of the two encodings of an all-reduce: everyone's share on its way to an owner, or the owner's result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

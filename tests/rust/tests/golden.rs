@@ -127,20 +127,20 @@ fn of_low_rank(cases: &[Case]) -> File {
     let (rows, cols, rank) = SHAPE;
     let (m, shape) = (&cases[0].values[..rows * cols], LowRank::new(rows, cols, rank).unwrap());
     let mut file = File::default();
-    let (mut p, mut q, mut out) = (vec![0.0; shape.left_len()], vec![0.0; shape.right_len()], vec![0.0; m.len()]);
+    let (mut p, mut q) = (vec![0.0; shape.left_len()], vec![0.0; shape.right_len()]);
+    let (mut out, mut left) = (m.to_vec(), vec![0.0; m.len()]);
     shape.start(STREAM, &mut q);
     let mut add = |what: &str, values: &[f32]| file.add("ordinary", what, &bytes_of(values));
     add("q at the start", &q);
-    shape.left(m, &q, &mut p);
+    shape.left(m, &left, &q, &mut p);
     add("p", &p);
     shape.orthonormalise(&mut p);
     add("p orthonormal", &p);
-    shape.right(m, &p, &mut q);
+    shape.right(m, &left, &p, &mut q);
     add("q", &q);
-    shape.product(&p, &q, &mut out);
+    assert!(shape.finish(&mut out, &mut left, &p, &q, &q));
     add("product", &out);
-    assert!(shape.residual(m, &p, &q, &mut out));
-    add("residual after", &out);
+    add("residual after", &left);
     file
 }
 

@@ -13,12 +13,12 @@
 use std::ops::Range;
 
 use super::memory::{Keeper, Memory};
-use super::pipeline::{Round, with_floats};
+use super::pipeline::{Round, read_floats, with_floats};
 use crate::bucket::{Bucket, Slot, Tensor};
 use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
 use crate::codec;
-use crate::coding::mix;
+use crate::coding::{SAMPLE, mix};
 use crate::digest::digest;
 use crate::dtype::{DType, Op};
 use crate::{Error, Result};
@@ -94,43 +94,42 @@ impl LowRank {
         let mut second = vec![0f32; self.parts.iter().map(Part::second_len).sum()];
         round.tally.time(|| self.project(round, left, factor, &mut first));
         mean(round, &mut first)?;
-        round.tally.time(|| self.project_back(round, &mut first, &mut second));
+        round.tally.time(|| self.project_back(round, left, &mut first, &mut second));
         let own = second.clone();
         mean(round, &mut second)?;
         round.tally.time(|| self.finish(round, &first, (&own, &second), left, factor));
         Ok(())
     }
 
-    /// P = M·Q for matrices, and all else as it is. The bucket becomes M.
+    /// P = M·Q for matrices, and all else as it is.
     fn project(&self, round: &Round<'_>, left: &mut Memory, factor: &mut Memory, first: &mut [f32]) {
         let mut rest = first;
         for (slot, part) in self.parts.iter().enumerate() {
             let (p, after) = std::mem::take(&mut rest).split_at_mut(part.first_len());
             rest = after;
-            with_floats(round.buffer, part.range.clone(), |m| match part.shape {
-                None => p.copy_from_slice(m),
+            read_floats(round.buffer, part.range.clone(), |values| match part.shape {
+                None => p.copy_from_slice(values),
                 Some(shape) => {
-                    m.iter_mut().zip(left.slot(slot)).for_each(|(value, left)| *value += *left);
                     let q = factor.slot(slot);
                     if q.iter().all(|value| *value == 0.0) {
                         shape.start(mix(self.seed, part.key), q);
                     }
-                    shape.left(m, q, p);
+                    shape.left(values, left.slot(slot), q, p);
                 }
             });
         }
     }
 
     /// Makes P orthonormal, and Q = Mᵀ·P.
-    fn project_back(&self, round: &Round<'_>, first: &mut [f32], second: &mut [f32]) {
+    fn project_back(&self, round: &Round<'_>, left: &mut Memory, first: &mut [f32], second: &mut [f32]) {
         let (mut rest, mut room) = (first, second);
-        for part in &self.parts {
+        for (slot, part) in self.parts.iter().enumerate() {
             let (p, after) = std::mem::take(&mut rest).split_at_mut(part.first_len());
             let (q, later) = std::mem::take(&mut room).split_at_mut(part.second_len());
             (rest, room) = (after, later);
             if let Some(shape) = part.shape {
                 shape.orthonormalise(p);
-                with_floats(round.buffer, part.range.clone(), |m| shape.right(m, p, q));
+                read_floats(round.buffer, part.range.clone(), |values| shape.right(values, left.slot(slot), p, q));
             }
         }
     }
@@ -150,16 +149,17 @@ impl LowRank {
             let p = &first[p_at..p_at + first_len];
             let (own, q) = (&own[q_at..q_at + second_len], &everyones[q_at..q_at + second_len]);
             (p_at, q_at) = (p_at + first_len, q_at + second_len);
-            with_floats(round.buffer, part.range.clone(), |m| match part.shape {
-                None => m.copy_from_slice(p),
+            with_floats(round.buffer, part.range.clone(), |values| match part.shape {
+                None => values.copy_from_slice(p),
                 Some(shape) => {
-                    let finite = q.iter().all(|value| value.is_finite());
+                    let left = left.slot(slot);
+                    let sums = values.iter().zip(&*left).take(SAMPLE).map(|(value, left)| value + left);
+                    let exact: Vec<f32> = sums.collect();
+                    let finite = shape.finish(values, left, p, own, q);
                     if finite {
-                        shape.residual(m, p, own, left.slot(slot));
                         factor.slot(slot).copy_from_slice(q);
                     }
-                    round.tally.sample(m.iter().copied().zip(left.slot(slot).iter().copied()));
-                    shape.product(p, q, m);
+                    round.tally.sample(exact.into_iter().zip(left.iter().copied()));
                     let sent = (first_len + second_len) * size_of::<f32>();
                     round.tally.add(part.range.len() as u64 * 4, sent as u64, u64::from(!finite));
                 }

@@ -337,11 +337,26 @@ pub(super) fn with_floats<T>(buffer: Buffer, range: Range<usize>, work: impl FnO
         // SAFETY: the bucket is aligned, and nobody but its pipeline uses it while that runs.
         return work(unsafe { std::slice::from_raw_parts_mut(start.cast::<f32>(), count) });
     }
-    let mut values = vec![0f32; count];
-    // SAFETY: as above; the accumulators of short floats are f32, and there are as many.
-    unsafe { reduce::widen(start, values.as_mut_ptr().cast(), count, buffer.dtype) };
+    let mut values = widened(buffer, range);
     let result = work(&mut values);
     // SAFETY: as above.
     unsafe { reduce::seal(values.as_mut_ptr().cast(), &[start], count, buffer.dtype, None) };
     result
+}
+
+/// Lets `work` read some elements of a bucket as f32, whatever their type.
+pub(super) fn read_floats<T>(buffer: Buffer, range: Range<usize>, work: impl FnOnce(&[f32]) -> T) -> T {
+    if buffer.dtype == DType::F32 {
+        return with_floats(buffer, range, |values| work(values));
+    }
+    work(&widened(buffer, range))
+}
+
+/// Some elements of a bucket of short floats.
+fn widened(buffer: Buffer, range: Range<usize>) -> Vec<f32> {
+    let mut values = vec![0f32; range.len()];
+    // SAFETY: nobody but its pipeline uses the bucket while that runs; the accumulators of short floats are f32, and there
+    // are as many.
+    unsafe { reduce::widen(buffer.at(range.start), values.as_mut_ptr().cast(), range.len(), buffer.dtype) };
+    values
 }

@@ -27,6 +27,8 @@ pub trait Lanes: Copy {
     fn min(self, other: Self) -> Self;
     /// The larger ones; `other` where one is NaN.
     fn max(self, other: Self) -> Self;
+    /// Whether all are finite.
+    fn are_finite(self) -> bool;
     /// The integers below numbers from 0 to 2²².
     fn floor(self) -> Self;
     /// 1 where a number is less than the other, else 0.
@@ -47,6 +49,42 @@ pub trait Lanes: Copy {
     fn join(codes: [u8; 4 * LANES]) -> [u8; 2 * LANES];
     /// The codes in four such bytes as numbers.
     fn split(bytes: [u8; LANES / 2]) -> Self;
+}
+
+/// A loop that is written for any registers.
+pub(super) trait Loop {
+    /// Runs it, inlined.
+    fn run<V: Lanes>(self);
+}
+
+/// Runs a loop on the widest registers that there are.
+pub(super) fn widest(work: impl Loop) {
+    #[cfg(target_arch = "x86_64")]
+    if std::is_x86_feature_detected!("avx2") {
+        // SAFETY: the processor has AVX2.
+        return unsafe { wide_loop(work) };
+    }
+    work.run::<Plain>();
+}
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2")]
+fn wide_loop(work: impl Loop) {
+    work.run::<Wide>();
+}
+
+/// Asks for the memory so many numbers further on: the processor's own guesses end with a page, and rows of a matrix are
+/// about as long.
+#[inline(always)]
+pub(super) fn prefetch(values: &[f32], ahead: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: it is a hint, and no access: the address need not be one.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(values.as_ptr().wrapping_add(ahead).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (values, ahead);
 }
 
 /// Adding it leaves an integer in the low bits of a number of less than 2²², rounded to the nearest, ties to even. Sums are
@@ -121,6 +159,11 @@ impl Lanes for Plain {
     #[inline(always)]
     fn max(self, other: Self) -> Self {
         self.zip(other, |a, b| if a > b { a } else { b })
+    }
+
+    #[inline(always)]
+    fn are_finite(self) -> bool {
+        self.0.iter().fold(true, |all, value| all & value.is_finite())
     }
 
     #[inline(always)]
@@ -219,7 +262,7 @@ mod wide {
 
     use super::{LANES, Lanes};
 
-    /// A register. There is one only where the processor has AVX2: `blocks.rs` asks before it names this type.
+    /// A register. There is one only where the processor has AVX2: who names this type (`widest`, `blocks.rs`) asks before.
     #[derive(Clone, Copy)]
     pub(crate) struct Wide(__m256);
 
@@ -275,6 +318,12 @@ mod wide {
         #[inline(always)]
         fn max(self, other: Self) -> Self {
             Wide(avx2!(_mm256_max_ps(self.0, other.0)))
+        }
+
+        #[inline(always)]
+        fn are_finite(self) -> bool {
+            let infinity = Wide::splat(f32::INFINITY);
+            avx2!(_mm256_movemask_ps(_mm256_cmp_ps::<_CMP_LT_OQ>(self.abs().0, infinity.0))) == 0xff
         }
 
         #[inline(always)]

@@ -1,37 +1,32 @@
 //! A matrix as the product of two thin ones: the pieces of PowerSGD.
 //!
-//! A matrix M of `rows` × `cols` is row-major. Its factors are kept column by column, which is how they are used: P is `rank`
-//! columns of length `rows`, Q is `rank` columns of length `cols`. One step of subspace iteration, with sums over all ranks
-//! in between:
+//! A matrix of `rows` × `cols` is row-major. Its factors are kept column by column, which is how they are used: P is `rank`
+//! columns of length `rows`, Q is `rank` columns of length `cols`. M is the sum of values and of what was left of earlier
+//! ones. One step of subspace iteration, with sums over all ranks in between:
 //!
 //! 1. [`LowRank::left`]: P = M·Q
 //! 2. [`LowRank::orthonormalise`]: P's columns become orthonormal
 //! 3. [`LowRank::right`]: Q = Mᵀ·P
-//! 4. [`LowRank::product`]: P·Qᵀ, and [`LowRank::residual`]: what it lacks of M
+//! 4. [`LowRank::finish`]: the values become P·Qᵀ, and what is left is what that lacks of M
 //!
-//! M is read once in each step but the second. Every sum has a stated order, so all ranks that start from the same bits end
-//! with the same bits. The loops are compiled for AVX2 too, as those of block-wise codecs are.
+//! Each of them but the second goes over memory once (`factors.rs`); the second is in `orthonormal.rs`. Every sum has a
+//! stated order, so all ranks that start from the same bits end with the same bits.
 
-#[cfg(target_arch = "x86_64")]
-use super::lanes::Wide;
-use super::lanes::{LANES, Lanes, Plain};
+use super::factors::{Finish, Left, Right, Sum};
+use super::lanes::widest;
+use super::orthonormal::Orthonormal;
 use super::salt::draw;
-use super::scale::fold;
 use crate::{Error, Result};
 
-/// Columns of M that are worked on together, so that as many rows of Q stay in the cache.
-const TILE: usize = 1024;
-/// A column of which orthogonalising leaves less than this share counts as a sum of those before it.
-const DEPENDENT: f64 = 1e-5;
 /// The largest rank.
 const MOST: usize = 1024;
 
 /// The shape of a matrix and of its factors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LowRank {
-    rows: usize,
-    cols: usize,
-    rank: usize,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) rank: usize,
 }
 
 impl LowRank {
@@ -65,286 +60,39 @@ impl LowRank {
 
     /// P = M·Q. A row's products go to eight lanes in turn; a lane adds its own in order, then the upper half of the lanes
     /// is added to the lower one until one is left. That is done for 1024 columns at a time, whose sums are added in order.
-    pub fn left(&self, m: &[f32], q: &[f32], p: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        if std::is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2.
-            return unsafe { left_wide(*self, m, q, p) };
-        }
-        left::<Plain>(*self, m, q, p);
+    pub fn left(&self, values: &[f32], residual: &[f32], q: &[f32], p: &mut [f32]) {
+        widest(Left { shape: *self, m: Sum { values, residual }, q, p });
     }
 
-    /// Q = Mᵀ·P. An element adds its products in the order of the rows.
-    pub fn right(&self, m: &[f32], p: &[f32], q: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        if std::is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2.
-            return unsafe { right_wide(*self, m, p, q) };
-        }
-        right::<Plain>(*self, m, p, q);
-    }
-
-    /// P·Qᵀ. An element adds its products in the order of the columns.
-    pub fn product(&self, p: &[f32], q: &[f32], out: &mut [f32]) {
-        #[cfg(target_arch = "x86_64")]
-        if std::is_x86_feature_detected!("avx2") {
-            // SAFETY: the processor has AVX2.
-            return unsafe { product_wide(*self, p, q, out) };
-        }
-        product::<Plain>(*self, p, q, out);
-    }
-
-    /// M − P·Qᵀ, and whether it is finite; where it is not, `out` stays as it was.
-    pub fn residual(&self, m: &[f32], p: &[f32], q: &[f32], out: &mut [f32]) -> bool {
-        let mut finite = true;
-        let mut room = vec![0f32; self.cols];
-        for (row, (m, out)) in m.chunks_exact(self.cols).zip(out.chunks_exact_mut(self.cols)).enumerate() {
-            let one = LowRank { rows: 1, ..*self };
-            let mut factors = [0f32; MOST];
-            let factors = &mut factors[..self.rank];
-            factors.iter_mut().enumerate().for_each(|(column, factor)| *factor = p[column * self.rows + row]);
-            one.product(factors, q, &mut room);
-            for ((out, m), product) in out.iter_mut().zip(m).zip(&room) {
-                let left = m - product;
-                finite &= left.is_finite();
-                *out = if left.is_finite() { left } else { *out };
-            }
-        }
-        finite
-    }
-
-    /// Makes P's columns orthonormal: modified Gram–Schmidt, twice over, with sums in f64.
+    /// Makes P's columns orthonormal: modified Gram–Schmidt, twice over, with sums in f64 (see `orthonormal.rs`).
     ///
     /// A column that is zero, or a sum of those before it, would stay so for ever. It becomes a unit vector instead, the first
     /// one from its own number on that is not nearly such a sum. Columns beyond the number of rows are zero, and what is not
     /// finite becomes NaN.
     pub fn orthonormalise(&self, p: &mut [f32]) {
-        for column in 0..self.rank {
-            let (done, rest) = p.split_at_mut(column * self.rows);
-            let current = &mut rest[..self.rows];
-            let before = dot(current, current).sqrt();
-            sweep(done, current);
-            let left = dot(current, current).sqrt();
-            if left > before * DEPENDENT || left.is_nan() || before.is_infinite() {
-                divide(current, left);
-            } else {
-                substitute(done, current, column);
-            }
-        }
+        widest(Orthonormal { rows: self.rows, p: &mut p[..self.left_len()] });
     }
-}
 
-/// Takes out of a column what the columns before it have of it, twice: once leaves too much of what nearly is their sum.
-fn sweep(done: &[f32], current: &mut [f32]) {
-    for _ in 0..2 {
-        for other in done.chunks_exact(current.len()) {
-            let share = dot(other, current) as f32;
-            current.iter_mut().zip(other).for_each(|(value, other)| *value -= share * other);
-        }
+    /// Q = Mᵀ·P. An element adds its products in the order of the rows. That is done for 64 rows at a time, whose sums are
+    /// added in order.
+    pub fn right(&self, values: &[f32], residual: &[f32], p: &[f32], q: &mut [f32]) {
+        widest(Right { shape: *self, m: Sum { values, residual }, p, q });
     }
-}
 
-fn divide(current: &mut [f32], by: f64) {
-    current.iter_mut().for_each(|value| *value = (f64::from(*value) / by) as f32);
-}
-
-/// A unit vector that the columns before do not make up. Of all of them together these miss `rows − column` in squares, so
-/// one misses at least the mean.
-fn substitute(done: &[f32], current: &mut [f32], column: usize) {
-    let rows = current.len();
-    if column < rows {
-        let enough = 0.5 * (rows - column) as f64 / rows as f64;
-        for unit in (0..rows).map(|step| (column + step) % rows) {
-            current.fill(0.0);
-            current[unit] = 1.0;
-            sweep(done, current);
-            let left = dot(current, current);
-            if left >= enough {
-                return divide(current, left.sqrt());
-            }
-        }
+    /// The values become P·Qᵀ, and the residual M − P·`own`ᵀ, where that is finite; elsewhere it stays as it was. An element
+    /// adds its products in the order of the columns. If a Q is not finite, which all ranks see alike, the residual stays as
+    /// it was from end to end: gives whether it is.
+    pub fn finish(&self, values: &mut [f32], residual: &mut [f32], p: &[f32], own: &[f32], q: &[f32]) -> bool {
+        let finite = q.iter().fold(true, |all, value| all & value.is_finite());
+        widest(Finish { shape: *self, values, residual, p, own, q, keep: !finite });
+        finite
     }
-    current.fill(0.0);
-}
-
-/// Products are added in eight lanes in turn, then the upper half of the lanes to the lower one until one is left.
-fn dot(a: &[f32], b: &[f32]) -> f64 {
-    let mut lanes = [0f64; LANES];
-    for (a, b) in a.chunks(LANES).zip(b.chunks(LANES)) {
-        for ((lane, a), b) in lanes.iter_mut().zip(a).zip(b) {
-            *lane += f64::from(*a) * f64::from(*b);
-        }
-    }
-    let [a, b, c, d, e, f, g, h] = lanes;
-    ((a + e) + (c + g)) + ((b + f) + (d + h))
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn left_wide(shape: LowRank, m: &[f32], q: &[f32], p: &mut [f32]) {
-    left::<Wide>(shape, m, q, p);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn right_wide(shape: LowRank, m: &[f32], p: &[f32], q: &mut [f32]) {
-    right::<Wide>(shape, m, p, q);
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2")]
-fn product_wide(shape: LowRank, p: &[f32], q: &[f32], out: &mut [f32]) {
-    product::<Wide>(shape, p, q, out);
-}
-
-#[inline(always)]
-fn left<V: Lanes>(shape: LowRank, m: &[f32], q: &[f32], p: &mut [f32]) {
-    let LowRank { rows, cols, rank } = shape;
-    p.fill(0.0);
-    for start in (0..cols).step_by(TILE) {
-        let end = (start + TILE).min(cols);
-        for row in 0..rows {
-            let m = &m[row * cols + start..row * cols + end];
-            let mut at = 0;
-            while at < rank {
-                // a column too many is not read twice, only added up twice
-                let four = [at, at + 1, at + 2, at + 3].map(|column| column.min(rank - 1) * cols);
-                let [a, b, c, d] = four.map(|begin| &q[begin + start..begin + end]);
-                let sums = dots::<V>(m, a, b, c, d);
-                for (column, sum) in (at..rank).zip(sums) {
-                    p[column * rows + row] += sum;
-                }
-                at += 4;
-            }
-        }
-    }
-}
-
-/// The products of a row with four columns, summed.
-#[inline(always)]
-fn dots<V: Lanes>(row: &[f32], a: &[f32], b: &[f32], c: &[f32], d: &[f32]) -> [f32; 4] {
-    let [mut e, mut f, mut g, mut h] = [V::splat(0.0); 4];
-    let (whole, rest) = row.as_chunks();
-    let columns = a.as_chunks().0.iter().zip(b.as_chunks().0).zip(c.as_chunks().0).zip(d.as_chunks().0);
-    for (row, (((a, b), c), d)) in whole.iter().zip(columns) {
-        let row = V::load(row);
-        e = e.add(row.mul(V::load(a)));
-        f = f.add(row.mul(V::load(b)));
-        g = g.add(row.mul(V::load(c)));
-        h = h.add(row.mul(V::load(d)));
-    }
-    if !rest.is_empty() {
-        let at = whole.len() * LANES;
-        let row = padded::<V>(rest);
-        e = e.add(row.mul(padded(&a[at..])));
-        f = f.add(row.mul(padded(&b[at..])));
-        g = g.add(row.mul(padded(&c[at..])));
-        h = h.add(row.mul(padded(&d[at..])));
-    }
-    [fold(e, sum), fold(f, sum), fold(g, sum), fold(h, sum)]
-}
-
-#[inline(always)]
-fn sum(a: f32, b: f32) -> f32 {
-    a + b
-}
-
-#[inline(always)]
-fn right<V: Lanes>(shape: LowRank, m: &[f32], p: &[f32], q: &mut [f32]) {
-    let LowRank { rows, cols, rank } = shape;
-    q.fill(0.0);
-    for start in (0..cols).step_by(TILE) {
-        let end = (start + TILE).min(cols);
-        for row in (0..rows).step_by(4) {
-            let [a, b, c, d] = [row, row + 1, row + 2, row + 3].map(|row| row.min(rows - 1) * cols);
-            let [a, b, c, d] = [a, b, c, d].map(|begin| &m[begin + start..begin + end]);
-            for column in 0..rank {
-                let q = &mut q[column * cols + start..column * cols + end];
-                let p = &p[column * rows + row..(column + 1) * rows];
-                match p {
-                    [e, f, g, h, ..] => add_four::<V>(q, [a, b, c, d], [*e, *f, *g, *h]),
-                    _ => {
-                        for (row, factor) in [a, b, c].into_iter().zip(p) {
-                            add::<V>(q, row, *factor);
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// Adds multiples of four rows, one after the other.
-#[inline(always)]
-fn add_four<V: Lanes>(out: &mut [f32], rows: [&[f32]; 4], factors: [f32; 4]) {
-    let ([a, b, c, d], [e, f, g, h]) = (rows, factors);
-    let whole = out.len() / LANES * LANES;
-    let (e, f, g, h) = (V::splat(e), V::splat(f), V::splat(g), V::splat(h));
-    let rows = a.as_chunks().0.iter().zip(b.as_chunks().0).zip(c.as_chunks().0).zip(d.as_chunks().0);
-    for (out, (((a, b), c), d)) in out.as_chunks_mut().0.iter_mut().zip(rows) {
-        let sum = V::load(out).add(V::load(a).mul(e)).add(V::load(b).mul(f));
-        sum.add(V::load(c).mul(g)).add(V::load(d).mul(h)).store(out);
-    }
-    for (row, factor) in [a, b, c, d].into_iter().zip(factors) {
-        add::<V>(&mut out[whole..], &row[whole..], factor);
-    }
-}
-
-/// Adds a multiple of a row.
-#[inline(always)]
-fn add<V: Lanes>(out: &mut [f32], row: &[f32], factor: f32) {
-    let times = V::splat(factor);
-    let ((whole, rest), (row, last)) = (out.as_chunks_mut(), row.as_chunks());
-    for (out, row) in whole.iter_mut().zip(row) {
-        V::load(out).add(V::load(row).mul(times)).store(out);
-    }
-    for (out, value) in rest.iter_mut().zip(last) {
-        *out += value * factor;
-    }
-}
-
-#[inline(always)]
-fn product<V: Lanes>(shape: LowRank, p: &[f32], q: &[f32], out: &mut [f32]) {
-    let LowRank { rows, cols, rank } = shape;
-    for start in (0..cols).step_by(TILE) {
-        let end = (start + TILE).min(cols);
-        for row in 0..rows {
-            let (groups, rest) = out[row * cols + start..row * cols + end].as_chunks_mut::<{ 4 * LANES }>();
-            let mut at = start;
-            for out in groups.iter_mut() {
-                let [mut a, mut b, mut c, mut d] = [V::splat(0.0); 4];
-                for column in 0..rank {
-                    let factor = V::splat(p[column * rows + row]);
-                    let q = q[column * cols + at..].as_chunks().0;
-                    if let [e, f, g, h, ..] = q {
-                        a = a.add(V::load(e).mul(factor));
-                        b = b.add(V::load(f).mul(factor));
-                        c = c.add(V::load(g).mul(factor));
-                        d = d.add(V::load(h).mul(factor));
-                    }
-                }
-                for (out, sum) in out.as_chunks_mut().0.iter_mut().zip([a, b, c, d]) {
-                    sum.store(out);
-                }
-                at += 4 * LANES;
-            }
-            for (at, out) in (at..).zip(rest) {
-                *out = (0..rank).fold(0.0, |sum, column| sum + q[column * cols + at] * p[column * rows + row]);
-            }
-        }
-    }
-}
-
-/// The numbers at the end, and zeros after them.
-#[inline(always)]
-fn padded<V: Lanes>(rest: &[f32]) -> V {
-    let mut room = [0f32; LANES];
-    room[..rest.len()].copy_from_slice(rest);
-    V::load(&room)
 }
 
 #[cfg(test)]
 mod tests {
+    use super::super::lanes::{Loop, Plain};
+    use super::super::orthonormal::dot;
     use super::*;
     use proptest::prelude::*;
 
@@ -366,21 +114,29 @@ mod tests {
 
     /// One step for a matrix; P·Qᵀ.
     fn step(shape: LowRank, m: &[f32], q: &mut [f32]) -> (Vec<f32>, Vec<f32>) {
-        let (mut p, mut out) = (vec![1.0; shape.left_len()], vec![0.0; m.len()]);
-        shape.left(m, q, &mut p);
+        let (mut p, mut out, none) = (vec![1.0; shape.left_len()], m.to_vec(), vec![0.0; m.len()]);
+        shape.left(m, &none, q, &mut p);
         shape.orthonormalise(&mut p);
-        shape.right(m, &p, q);
-        shape.product(&p, q, &mut out);
+        shape.right(m, &none, &p, q);
+        shape.finish(&mut out, &mut none.clone(), &p, q, q);
         (p, out)
+    }
+
+    /// An element of P·Qᵀ: columns in their order, so to the bit.
+    fn product(shape: LowRank, p: &[f32], q: &[f32], at: usize) -> f32 {
+        let (row, col) = (at / shape.cols, at % shape.cols);
+        (0..shape.rank).fold(0f32, |sum, column| sum + p[column * shape.rows + row] * q[column * shape.cols + col])
     }
 
     proptest! {
         #[test]
         fn products_are_those_of_the_definition(rows in 1usize..40, cols in 1usize..1100, rank in 1usize..10, key in any::<u64>()) {
             let shape = LowRank::new(rows, cols, rank).unwrap();
-            let (m, q) = (random(rows * cols, key), random(cols * rank, key ^ 1));
+            let (values, residual) = (random(rows * cols, key), random(rows * cols, key ^ 2));
+            let m: Vec<f32> = values.iter().zip(&residual).map(|(value, residual)| value + residual).collect();
+            let (q, own) = (random(cols * rank, key ^ 1), random(cols * rank, key ^ 3));
             let mut p = vec![9.0; shape.left_len()];
-            shape.left(&m, &q, &mut p);
+            shape.left(&values, &residual, &q, &mut p);
             let near = |got: f32, exact: f64, terms: usize| (f64::from(got) - exact).abs() < 1e-6 * terms as f64 + 1e-6;
             for row in 0..rows {
                 for column in 0..rank {
@@ -388,8 +144,8 @@ mod tests {
                     prop_assert!(near(p[column * rows + row], exact, cols));
                 }
             }
-            let (mut back, mut full, mut rest) = (vec![9.0; shape.right_len()], m.clone(), m.clone());
-            shape.right(&m, &p, &mut back);
+            let mut back = vec![9.0; shape.right_len()];
+            shape.right(&values, &residual, &p, &mut back);
             for at in (0..cols).step_by(1 + cols / 20) {
                 for column in 0..rank {
                     let exact: f64 = (0..rows).map(|row| f64::from(m[row * cols + at]) * f64::from(p[column * rows + row])).sum();
@@ -397,13 +153,11 @@ mod tests {
                     prop_assert!(near(back[column * cols + at] / size, exact / f64::from(size), rows));
                 }
             }
-            shape.product(&p, &q, &mut full);
-            prop_assert!(shape.residual(&m, &p, &q, &mut rest));
+            let (mut full, mut rest) = (values.clone(), residual.clone());
+            prop_assert!(shape.finish(&mut full, &mut rest, &p, &own, &q));
             for (at, (full, rest)) in full.iter().zip(&rest).enumerate() {
-                let (row, col) = (at / cols, at % cols);
-                // columns in their order, so to the bit
-                let exact = (0..rank).fold(0f32, |sum, column| sum + p[column * rows + row] * q[column * cols + col]);
-                prop_assert_eq!((full.to_bits(), rest.to_bits()), (exact.to_bits(), (m[at] - exact).to_bits()));
+                let left = m[at] - product(shape, &p, &own, at);
+                prop_assert_eq!((full.to_bits(), rest.to_bits()), (product(shape, &p, &q, at).to_bits(), left.to_bits()));
             }
         }
 
@@ -417,7 +171,7 @@ mod tests {
             let (mut left, right) = (random(rows * rank, key), random(cols * rank, key ^ 2));
             // well away from a lower rank, whose rounding errors would be taken for directions
             made.orthonormalise(&mut left);
-            made.product(&left, &right, &mut m);
+            m.iter_mut().enumerate().for_each(|(at, value)| *value = product(made, &left, &right, at));
             let shape = LowRank::new(rows, cols, rank + more).unwrap();
             let mut q = random(shape.right_len(), key ^ 3);
             let mut found = Vec::new();
@@ -433,21 +187,42 @@ mod tests {
         }
 
         #[test]
-        fn wide_registers_change_no_bit(rows in 1usize..30, cols in 1usize..1100, rank in 1usize..12, key in any::<u64>()) {
+        fn wide_registers_change_no_bit(rows in 1usize..80, cols in 1usize..1100, rank in 1usize..12, key in any::<u64>()) {
             let shape = LowRank::new(rows, cols, rank).unwrap();
-            let (m, q) = (random(rows * cols, key), random(cols * rank, key ^ 1));
-            let (mut wide, mut plain) = (vec![0.0; shape.left_len()], vec![0.0; shape.left_len()]);
-            shape.left(&m, &q, &mut wide);
-            left::<Plain>(shape, &m, &q, &mut plain);
-            prop_assert_eq!(&wide, &plain);
-            let (mut wide_q, mut plain_q) = (q.clone(), q.clone());
-            shape.right(&m, &wide, &mut wide_q);
-            right::<Plain>(shape, &m, &plain, &mut plain_q);
-            prop_assert_eq!(&wide_q, &plain_q);
-            let (mut full, mut other) = (m.clone(), m.clone());
-            shape.product(&wide, &wide_q, &mut full);
-            product::<Plain>(shape, &wide, &wide_q, &mut other);
-            prop_assert_eq!(full, other);
+            let (mut values, mut residual) = (random(rows * cols, key), random(rows * cols, key ^ 2));
+            let q = random(cols * rank, key ^ 1);
+            let (mut p, mut plain) = (vec![0.0; shape.left_len()], vec![0.0; shape.left_len()]);
+            shape.left(&values, &residual, &q, &mut p);
+            Left { shape, m: Sum { values: &values, residual: &residual }, q: &q, p: &mut plain }.run::<Plain>();
+            prop_assert_eq!(&p, &plain);
+            shape.orthonormalise(&mut p);
+            Orthonormal { rows, p: &mut plain }.run::<Plain>();
+            prop_assert_eq!(&p, &plain);
+            let (mut own, mut plain) = (q.clone(), q.clone());
+            shape.right(&values, &residual, &p, &mut own);
+            Right { shape, m: Sum { values: &values, residual: &residual }, p: &p, q: &mut plain }.run::<Plain>();
+            prop_assert_eq!(&own, &plain);
+            // a number that is not finite in what is left
+            values[key as usize % (rows * cols)] = f32::INFINITY;
+            let (mut other, mut rest) = (values.clone(), residual.clone());
+            shape.finish(&mut values, &mut residual, &p, &own, &q);
+            let (p, own, q) = (&p, &own, &q);
+            Finish { shape, values: &mut other, residual: &mut rest, p, own, q, keep: false }.run::<Plain>();
+            prop_assert_eq!((values, residual), (other, rest));
+        }
+
+        #[test]
+        fn sums_are_in_the_stated_order(rows in 60usize..140, cols in 1usize..40, key in any::<u64>()) {
+            let shape = LowRank::new(rows, cols, 1).unwrap();
+            let (m, p) = (random(rows * cols, key), random(rows, key ^ 1));
+            let (none, mut q) = (vec![0.0; m.len()], vec![0.0; cols]);
+            shape.right(&m, &none, &p, &mut q);
+            for (col, q) in q.iter().enumerate() {
+                let of = |first: usize| {
+                    (first..rows.min(first + 64)).fold(0f32, |sum, row| sum + (m[row * cols + col] + 0.0) * p[row])
+                };
+                prop_assert_eq!(q.to_bits(), (0..rows).step_by(64).fold(0f32, |sum, first| sum + of(first)).to_bits());
+            }
         }
     }
 
@@ -478,8 +253,12 @@ mod tests {
         let mut q = random(shape.right_len(), 2);
         let (p, product) = step(shape, &m, &mut q);
         assert!(product.iter().all(|value| value.is_nan()));
-        let mut residual = vec![0.25; 20];
-        assert!(!shape.residual(&m, &p, &q, &mut residual));
+        // seen by all, whatever this rank has; and only by this one
+        let (mut residual, own) = (vec![0.25; 20], random(shape.right_len(), 3));
+        assert!(!shape.finish(&mut m.clone(), &mut residual, &random(8, 4), &own, &q));
+        assert_eq!(residual, vec![0.25; 20]);
+        let finite = random(shape.right_len(), 5);
+        assert!(shape.finish(&mut m, &mut residual, &p, &own, &finite));
         assert_eq!(residual, vec![0.25; 20]);
     }
 

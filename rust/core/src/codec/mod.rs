@@ -6,12 +6,14 @@
 
 mod bfloat16;
 mod blocks;
+mod factors;
 mod float16;
 mod int4;
 mod lanes;
 mod low_rank;
 mod min_max8;
 mod one_bit;
+mod orthonormal;
 #[cfg(test)]
 mod properties;
 mod qsgd;

@@ -9,13 +9,23 @@
 //!
 //! The bits of a float without its sign, taken as an integer, order absolute values, with NaN above infinity. This is its
 //! key. The smallest key that is sent is found as a number, eleven and twice ten bits at a time, by counting how many keys
-//! begin with each digit. There is no sort, and the data is read three times. Of equal ones the first are taken, so it is
-//! always as many as were asked for.
+//! begin with each digit. There is no sort. Of equal ones the first are taken, so it is always as many as were asked for.
+//!
+//! Counting all keys takes longer than reading them. So a few are looked at first, to guess a key that somewhat more have
+//! than are sent; those that reach it are gathered in one pass, and only among them is counted. Where the guess was wrong,
+//! all are counted after all: it decides how long it takes, and nothing else.
 
+use super::lanes::{Lanes, Loop, widest};
+use super::salt::draw;
 use crate::{Error, Kind, Result};
 
 /// Numbers that are looked at together: few, since most groups are passed over, and a hit costs looking at each.
 const GROUP: usize = 16;
+/// Numbers that are looked at to guess which are large.
+const SAMPLE: usize = 8192;
+/// From how many numbers on, and up to which share of them, guessing pays.
+const MANY: usize = 1 << 16;
+const FEW: usize = 16;
 /// Bits of the first digit of a key, and of the other two.
 const FIRST: u32 = 11;
 const NEXT: u32 = 10;
@@ -68,34 +78,55 @@ impl TopK {
 
     /// Encodes the largest numbers.
     pub fn encode(&self, values: &[f32], out: &mut [u8]) {
-        let (places, sent) = out.split_at_mut((self.chosen * 4).min(out.len()));
-        let room = places.as_chunks_mut().0.iter_mut().zip(sent.as_chunks_mut().0);
-        for (index, (place, sent)) in self.select(values).into_iter().zip(room) {
-            (*place, *sent) = (index.to_le_bytes(), values[index as usize].to_le_bytes());
+        let mut large = Large::default();
+        if let Some(least) = self.guess(|at| values[at]) {
+            widest(Gather { values, least, large: &mut large });
         }
+        self.write(&large, values, out);
     }
 
     /// Encodes the largest numbers of `values + residual`, and leaves all others in `residual`. Where a sum is not finite
     /// the residual stays as it was.
     pub fn encode_residual(&self, values: &[f32], residual: &mut [f32], out: &mut [u8]) {
+        let least = self.guess(|at| values[at] + residual[at]).unwrap_or(key(f32::INFINITY));
         // the residual becomes the sum, and what it must become again is set aside
-        let mut kept = Vec::new();
-        let mut start = 0;
-        for (values, residual) in values.chunks(GROUP).zip(residual.chunks_mut(GROUP)) {
-            let mut old = [0f32; GROUP];
-            old[..residual.len()].copy_from_slice(residual);
-            for (residual, value) in residual.iter_mut().zip(values) {
-                *residual += value;
-            }
-            if reaches(residual, key(f32::INFINITY)) {
-                let odd = residual.iter().zip(old).enumerate().filter(|(_, (sum, _))| !sum.is_finite());
-                kept.extend(odd.map(|(at, (_, old))| (start + at, old)));
-            }
-            start += GROUP;
-        }
-        self.encode(residual, out);
+        let (mut large, mut kept) = (Large::default(), Vec::new());
+        widest(Add { values, residual, least, large: &mut large, kept: &mut kept });
+        self.write(&large, residual, out);
         self.entries(out).for_each(|(index, _)| residual[index] = 0.0);
         kept.into_iter().for_each(|(at, old)| residual[at] = old);
+    }
+
+    /// A key that somewhat more numbers should have than are sent, if it pays to guess one.
+    fn guess(&self, value: impl Fn(usize) -> f32) -> Option<i32> {
+        if self.count < MANY || self.chosen > self.count / FEW {
+            return None;
+        }
+        // one of each stretch, anywhere in it: what repeats in the data shall not repeat in the sample
+        let stretch = self.count / SAMPLE;
+        let place = |at: usize| at * stretch + draw(0, at as u64) as usize % stretch;
+        let mut sample: Vec<i32> = (0..SAMPLE).map(|at| key(value(place(at)))).collect();
+        // half as many again, and four deviations of what a sample says
+        let share = (self.chosen * SAMPLE).div_ceil(self.count);
+        let above = share + share / 2 + 4 * share.isqrt() + 4;
+        Some(*sample.select_nth_unstable(SAMPLE - 1 - above.min(SAMPLE - 1)).1)
+    }
+
+    /// Encodes the largest of all values; if these are among the large ones, only those are looked at.
+    fn write(&self, large: &Large, values: &[f32], out: &mut [u8]) {
+        let (places, sent) = out.split_at_mut((self.chosen * 4).min(out.len()));
+        let room = places.as_chunks_mut().0.iter_mut().zip(sent.as_chunks_mut().0);
+        let put = |(index, value): (u32, f32), (place, sent): (&mut [u8; 4], &mut [u8; 4])| {
+            (*place, *sent) = (index.to_le_bytes(), value.to_le_bytes());
+        };
+        if large.values.len() >= self.chosen {
+            let among = TopK { count: large.values.len(), chosen: self.chosen };
+            let pairs = among.select(&large.values).into_iter().map(|at| at as usize);
+            pairs.zip(room).for_each(|(at, room)| put((large.indices[at], large.values[at]), room));
+        } else {
+            let all = self.select(values).into_iter();
+            all.zip(room).for_each(|(index, room)| put((index, values[index as usize]), room));
+        }
     }
 
     /// Decodes: zero where nothing was sent. Fails, and changes nothing, if the indices are not ours.
@@ -152,6 +183,83 @@ fn key(value: f32) -> i32 {
 #[inline(always)]
 fn reaches(group: &[f32], least: i32) -> bool {
     group.iter().fold(false, |any, value| any | (key(*value) >= least))
+}
+
+/// Numbers that are large, and where, in ascending order.
+#[derive(Default)]
+struct Large {
+    indices: Vec<u32>,
+    values: Vec<f32>,
+}
+
+impl Large {
+    /// Takes those of a group that have a key of `least` or more.
+    #[inline(always)]
+    fn take(&mut self, start: usize, group: &[f32], least: i32) {
+        // without branches, which nobody could foretell
+        let (mut indices, mut values, mut count) = ([0u32; GROUP], [0f32; GROUP], 0);
+        for (index, value) in (start as u32..).zip(group) {
+            (indices[count % GROUP], values[count % GROUP]) = (index, *value);
+            count += usize::from(key(*value) >= least);
+        }
+        self.indices.extend_from_slice(&indices[..count.min(GROUP)]);
+        self.values.extend_from_slice(&values[..count.min(GROUP)]);
+    }
+}
+
+/// Gathers the large ones of some values.
+struct Gather<'a> {
+    values: &'a [f32],
+    least: i32,
+    large: &'a mut Large,
+}
+
+impl Loop for Gather<'_> {
+    #[inline(always)]
+    fn run<V: Lanes>(self) {
+        each_group_from(self.values, self.least, |start, group| self.large.take(start, group, self.least));
+    }
+}
+
+/// Adds values to residuals, and gathers the large sums. Where one is not finite, its place and the residual are kept.
+struct Add<'a> {
+    values: &'a [f32],
+    residual: &'a mut [f32],
+    least: i32,
+    large: &'a mut Large,
+    kept: &'a mut Vec<(usize, f32)>,
+}
+
+impl Loop for Add<'_> {
+    #[inline(always)]
+    fn run<V: Lanes>(mut self) {
+        let ((values, last), count) = (self.values.as_chunks::<GROUP>(), self.residual.len() / GROUP * GROUP);
+        let (groups, rest) = std::mem::take(&mut self.residual).split_at_mut(count);
+        for (at, (values, residual)) in values.iter().zip(groups.as_chunks_mut::<GROUP>().0).enumerate() {
+            let mut sums = *residual;
+            sums.iter_mut().zip(values).for_each(|(sum, value)| *sum += value);
+            if reaches(&sums, self.least) {
+                self.look(at * GROUP, &sums, residual);
+            }
+            *residual = sums;
+        }
+        let mut sums = [0f32; GROUP];
+        let sums = &mut sums[..rest.len()];
+        sums.iter_mut().zip(&*rest).zip(last).for_each(|((sum, residual), value)| *sum = residual + value);
+        self.look(count, sums, rest);
+        rest.copy_from_slice(sums);
+    }
+}
+
+impl Add<'_> {
+    #[inline(always)]
+    fn look(&mut self, start: usize, sums: &[f32], residual: &[f32]) {
+        self.large.take(start, sums, self.least);
+        if reaches(sums, key(f32::INFINITY)) {
+            let odd = sums.iter().zip(residual).enumerate().filter(|(_, (sum, _))| !sum.is_finite());
+            self.kept.extend(odd.map(|(at, (_, old))| (start + at, *old)));
+        }
+    }
 }
 
 /// Hands out the groups in which there is a key of `least` or more, each with the index of its first number.
@@ -274,6 +382,38 @@ mod tests {
         fn the_same_as_sorting(values in some_values(), ratio in 0.0001f64..=1.0) {
             let top = TopK::new(values.len(), ratio).unwrap();
             prop_assert_eq!(top.select(&values), expected(&values, top.chosen()));
+        }
+
+        #[test]
+        fn guesses_change_nothing(kind in 0u8..5, ratio in 0.0005f64..0.06, key in any::<u64>()) {
+            let count = MANY + (key % 1000) as usize;
+            let number = |at: usize| (draw(key, at as u64) >> 40) as f32 / 8_388_608.0 - 1.0;
+            let mut values: Vec<f32> = (0..count).map(number).collect();
+            for (at, value) in values.iter_mut().enumerate() {
+                *value *= match kind {
+                    0 => 1.0,
+                    // most of them zero, all of them alike, the large ones side by side, and one that is not finite
+                    1 => f32::from(at % 97 == 0),
+                    2 => 1.0 / *value,
+                    3 => if at < count / 50 { 1e3 } else { 1.0 },
+                    _ => if at == count / 3 { f32::INFINITY } else { 1.0 },
+                };
+                // adding a residual of zero leaves no negative zeros
+                *value += 0.0;
+            }
+            let top = TopK::new(count, ratio).unwrap();
+            let (mut bytes, mut alone) = (vec![0; top.encoded_len()], vec![0; top.encoded_len()]);
+            top.encode(&values, &mut bytes);
+            let chosen = top.select(&values);
+            top.write(&Large::default(), &values, &mut alone);
+            prop_assert_eq!(&bytes, &alone);
+            let mut residual = vec![0f32; count];
+            top.encode_residual(&values, &mut residual, &mut bytes);
+            prop_assert_eq!(&bytes, &alone);
+            for (at, residual) in residual.iter().enumerate() {
+                let sent = chosen.binary_search(&(at as u32)).is_ok();
+                prop_assert_eq!(*residual, if sent || !values[at].is_finite() { 0.0 } else { values[at] });
+            }
         }
 
         #[test]
