@@ -40,8 +40,8 @@ def noticing():
 
 
 # Which wait, on which schedule: the one after so many of them. A step begins with two broadcasts of buffers, floats and
-# counters, then there are four buckets; weights have four buckets too, which are filled together. It is the first
-# bucket of a round that shows a wait: those after it may have to wait for a peer, and torch's stream runs meanwhile.
+# counters, then there are four buckets; weights have four buckets too. It is the first bucket of a round that shows a
+# wait: those after it may have to wait for a peer, and torch's stream runs meanwhile.
 TRAINING = {
     "before the first bucket": (LAZY_TORCH, "allreduce", "cuStreamWaitEvent", "ours", "2"),
     "before a bucket of a later round": (LAZY_TORCH, "allreduce", "cuStreamWaitEvent", "ours", "8"),
