@@ -15,6 +15,7 @@
 mod afterwards;
 mod agree;
 mod built;
+mod serving;
 mod streams;
 
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -22,19 +23,18 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Duration;
 
 use offbeat_transport::mesh::Mesh;
-use offbeat_transport::trace::{self, Span, What};
+use offbeat_transport::trace::{self, What};
 use offbeat_transport::{Interrupt, SLICE, fork};
 
 use afterwards::Afterwards;
-use agree::words;
 use built::{Built, grain};
 
-use crate::algorithm::{self, Carrier, Description, Round, Saved, Storage, Stream};
+use crate::algorithm::{self, Carrier, Description, Saved, Storage, Stream};
 use crate::bucket::{Bucket, Plan, Sizes, Tensor};
 use crate::call::Call;
 use crate::coding::{Count, Tally};
 use crate::dtype::Op;
-use crate::event::{Output, Queue, guarded};
+use crate::event::{Output, Queue};
 use crate::group::{Group, Terms, Work};
 use crate::readiness::Marked;
 use crate::{Error, Kind, Result};
@@ -354,45 +354,6 @@ impl Scheduler {
         self.0.built().readiness.observed()
     }
 
-    /// Makes new buckets, between rounds. All ranks follow rank 0's order and sizes; a tensor is late if it is on any rank.
-    /// Values in the old buckets are the caller's to keep.
-    pub fn rebucket(
-        &self,
-        order: &[usize],
-        late: &[bool],
-        sizes: Sizes,
-        interrupt: Option<&Interrupt<'_>>,
-    ) -> Result<()> {
-        let shared = &*self.0;
-        if let Some(error) = &shared.state().failed {
-            return Err(error.clone());
-        }
-        if shared.built().readiness.has_begun() {
-            return Err(Error::invalid("buckets cannot change while a round is under way"));
-        }
-        let mut agreed: Vec<u64> = [sizes.first, sizes.rest].iter().chain(order).map(|value| *value as u64).collect();
-        let first = Some(shared.limits.first);
-        shared.call(Call::Broadcast { tensor: words(&mut agreed), src: 0 }, first, interrupt)?;
-        let mut late: Vec<u64> = late.iter().map(|late| u64::from(*late)).collect();
-        shared.call(Call::AllReduce { tensor: words(&mut late), op: Op::Max, coding: None }, first, interrupt)?;
-        let sizes = Sizes { first: agreed[0] as usize, rest: agreed[1] as usize };
-        let order: Vec<usize> = agreed[2..].iter().map(|tensor| *tensor as usize).collect();
-        let late: Vec<bool> = late.iter().map(|late| *late != 0).collect();
-        let plan = Plan::new(&shared.tensors, &order, &late, sizes, grain(&shared.description, &shared.tensors))?;
-        shared.agree_on(&plan, interrupt)?;
-        shared.hear(&shared.built(), interrupt)?;
-        // the old memory goes first, where the caller has let go of it
-        let kept = shared.built().movable()?;
-        shared.replace(Built::default());
-        let carrier = shared.carrier.as_deref();
-        let built = Built::new(plan, &shared.tensors, &shared.description, &shared.lanes[0], carrier)?;
-        for (tensor, Saved { name, values, .. }) in kept {
-            built.restore(tensor, &name, &values, &shared.tensors)?;
-        }
-        shared.replace(built);
-        Ok(())
-    }
-
     /// Whether buckets wait for the end of backward, as in the first round.
     pub fn hold(&self, held: bool) {
         self.0.state().held = held;
@@ -532,73 +493,5 @@ impl Shared {
                 self.tensors[tensor].name
             ))),
         }
-    }
-
-    /// A communication thread: one bucket of its lane after another, until the scheduler is dropped.
-    fn serve(&self, lane: usize) {
-        while let Some((built, bucket, step)) = self.next(lane) {
-            let began = trace::now();
-            let result = self.exchange(&built, lane, bucket, step);
-            let (ended, bytes) = (trace::now(), built.plan.buckets[bucket].bytes() as u64);
-            self.communication.fetch_add(ended - began, Ordering::Relaxed);
-            let number = bucket as u32;
-            let ready = built.ready[bucket].load(Ordering::Relaxed);
-            self.record(What::Queued { bucket: number }, step, ready, began, bytes);
-            self.record(What::Reduce { bucket: number }, step, began, ended, bytes);
-            // dropped before the others are told: a rebuild must find the memory free
-            drop(built);
-            let mut state = self.state();
-            match result {
-                Ok(()) => state.done[lane] += 1,
-                Err(error) if state.failed.is_none() => {
-                    state.failed = Some(error.clone());
-                    drop(state);
-                    // the other lanes of this and all ranks wait for buckets that will never come
-                    self.abandon(&error);
-                }
-                Err(_) => {}
-            }
-            self.bell.notify_all();
-        }
-    }
-
-    /// Waits for the next bucket of a lane in the agreed order to be complete.
-    fn next(&self, lane: usize) -> Option<(Arc<Built>, usize, u64)> {
-        let mut state = self.state();
-        loop {
-            if state.stop {
-                return None;
-            }
-            if !state.held && state.failed.is_none() {
-                let (built, bucket) = (self.built(), state.done[lane] * self.lanes.len() + lane);
-                if bucket < built.plan.buckets.len() && built.may_go(bucket) {
-                    return Some((built, bucket, state.step));
-                }
-            }
-            state = self.bell.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    fn record(&self, what: What, step: u64, begin: u64, end: u64, bytes: u64) {
-        self.mesh().trace().record(Span { what, model: self.model, step, begin, end, bytes });
-    }
-
-    fn exchange(&self, built: &Built, lane: usize, bucket: usize, step: u64) -> Result<()> {
-        let purpose = || self.label(&built.plan, bucket, step);
-        let terms = Terms { interrupt: None, limit: None, purpose: Some(&purpose) };
-        let (buffer, group) = (built.buffer(bucket), &self.lanes[lane]);
-        let ran = |begin, end| self.record(What::Python { bucket: bucket as u32 }, step, begin, end, 0);
-        let after = built.streams.as_ref().map_or(Vec::new(), |streams| streams.after(bucket));
-        let round = Round { buffer, group, terms: &terms, after: &after, step, tally: &self.tally, ran: &ran };
-        let result = guarded(|| built.pipelines[bucket].run(&round));
-        let result = result.map(|end| {
-            if let (Some(streams), Some(end)) = (&built.streams, end) {
-                streams.end(bucket, end);
-            }
-        });
-        result.map_err(|error| match error.message.contains("bucket") {
-            true => error,
-            false => Error { message: format!("{} (while this rank was in {})", error.message, purpose()), ..error },
-        })
     }
 }
