@@ -35,10 +35,10 @@ def without_wrappers(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Ten
 
 
 class Carriage(Protocol):
-    """Hands tensors of a GPU to the other ranks without a way through the host (`devices.Carriage`)."""
+    """Hands tensors to the other ranks, by the way that suits where they are (`devices.Home`, `devices.Carriage`)."""
 
-    def broadcast(self, tensor: Tensor, source: int) -> None: ...
-    def carries(self, tensor: Tensor) -> bool: ...
+    def carries(self, tensor: Tensor, /) -> bool: ...  # whether they need no way through the host
+    def broadcast(self, group: _core.Group, tensor: Tensor, source: int) -> None: ...
 
 
 def refuse_sparse(named: Iterable[tuple[str, Tensor]]) -> None:
@@ -104,33 +104,23 @@ def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
     return "\n".join(text)
 
 
-def broadcast_tensors(
-    group: _core.Group, tensors: Iterable[Tensor], source: int, carriage: Carriage | None = None
-) -> None:
+def broadcast_tensors(group: _core.Group, tensors: Iterable[Tensor], source: int, carriage: Carriage) -> None:
     """Gives all ranks the values that `source` has. Small tensors travel together."""
     mine = runtime.rank() == source
     with torch.no_grad():
         for pack in packs(tensors):
-            carried = carriage if carriage is not None and carriage.carries(pack[0]) else None
+            carried = carriage.carries(pack[0])
             if len(pack) == 1 and pack[0].is_contiguous() and (carried or pack[0].device.type == "cpu"):
-                send(group, pack[0], source, carried)
+                carriage.broadcast(group, pack[0], source)
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in pack])
             # what is on a device that nobody carries goes through the host
             flat = flat if carried else flat.cpu()
-            send(group, flat, source, carried)
+            carriage.broadcast(group, flat, source)
             if not mine:
                 sizes = [tensor.numel() for tensor in pack]
                 for tensor, piece in zip(pack, torch.split(flat, sizes), strict=True):
                     tensor.copy_(piece.view(tensor.shape))
-
-
-def send(group: _core.Group, tensor: Tensor, source: int, carriage: Carriage | None) -> None:
-    """Gives all ranks the values of a contiguous tensor."""
-    if carriage is None:
-        group.broadcast(tensor, source, False)
-    else:
-        carriage.broadcast(tensor, source)
 
 
 def reals(tensor: Tensor) -> Tensor:
@@ -182,7 +172,7 @@ def broadcast_optimizer(
     optimizer: torch.optim.Optimizer,
     source: int,
     parameters: Sequence[Tensor],
-    carriage: Carriage | None = None,
+    carriage: Carriage,
 ) -> None:
     """Gives all ranks the optimizer's state and settings that `source` has, without changing a type on the way."""
     mine = runtime.rank() == source

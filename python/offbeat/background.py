@@ -105,8 +105,8 @@ class BackgroundReplica:
             buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name not in ignored]
             others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in ignored]
             everything = {id(tensor): tensor for _, tensor in (*others, *buffers, *self._named)}
-            agreement.broadcast_tensors(group, everything.values(), 0)
-            agreement.broadcast_optimizer(group, self.optimizer, 0, parameters)
+            agreement.broadcast_tensors(group, everything.values(), 0, devices.Home())
+            agreement.broadcast_optimizer(group, self.optimizer, 0, parameters, devices.Home())
         method, arguments = self.algorithm.method()
         period = self.algorithm.period
         self._snapshots = Snapshots(group, parameters, method, arguments, period=period, device=device)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from . import _core, agreement, owners, runtime
+from . import _core, agreement, devices, owners, runtime
 from .errors import PeerFailed, PeerLost
 
 # Tensors travel in pieces of this many bytes.
@@ -110,7 +110,7 @@ def in_group(
             if index < len(parameters):
                 distances.add(mine, mean)
         copies = [tensor.clone() for tensor in exact]
-        agreement.broadcast_tensors(group, copies, 0)
+        agreement.broadcast_tensors(group, copies, 0, devices.Home())
         changes += zip(exact, copies, strict=True)
     furthest = torch.tensor([distances.away], dtype=torch.float64)
     group.all_reduce(furthest, "max", None, False)

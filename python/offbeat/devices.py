@@ -93,12 +93,53 @@ def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:
             )
 
 
+class Home:
+    """A model in the host's memory: the core reads and writes its buckets by itself, and no stream waits."""
+
+    place = "cpu"
+    carrier = None
+
+    def connect(self, line: hooks.Line, scheduler: _core.Scheduler) -> None:
+        """Lets hooks tell the scheduler of gradients."""
+        line.connect(scheduler.arrive, scheduler.mark_ready)
+
+    def absent(self, scheduler: _core.Scheduler, index: int, _: Tensor) -> None:
+        """Says that a gradient is not there: it counts as zero."""
+        scheduler.mark_absent(index)
+
+    def marker(self, mark: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
+        """What marks tensors that are written."""
+        return mark
+
+    def finish(self, scheduler: _core.Scheduler) -> list[int]:
+        """Ends a round."""
+        return scheduler.finish()
+
+    def begin(self, scheduler: _core.Scheduler) -> None:
+        """Lets steps begin with the weights in the buckets."""
+        scheduler.begin()
+
+    def carries(self, _: Tensor) -> bool:
+        """Whether a tensor is on a device that is carried."""
+        return False
+
+    def broadcast(self, group: _core.Group, tensor: Tensor, source: int) -> None:
+        """Gives all ranks what `source` has."""
+        group.broadcast(tensor, source, False)
+
+
 class Carriage:
-    """A model's device, and who carries its buckets there."""
+    """A model's device, and who carries its buckets there; to be asked the same as `Home`."""
+
+    place = "gpu"
 
     def __init__(self, device: Device, group: _core.Group) -> None:
         self.device = device
         self.carrier = runtime.current().carrier(group, device.index, device.zeros)
+
+    def connect(self, line: hooks.Line, scheduler: _core.Scheduler) -> None:
+        """Lets hooks tell the scheduler of gradients: one by one, since each may be on another stream."""
+        line.connect(hooks.at_once, self.marker(scheduler.mark_ready))
 
     def absent(self, scheduler: _core.Scheduler, index: int, place: Tensor) -> None:
         """Says that a gradient is not there: it counts as zero."""
@@ -126,15 +167,18 @@ class Carriage:
         """Whether a tensor is on a device that is carried."""
         return tensor.device.type in KINDS
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Gives all ranks what `source` has, on torch's current stream."""
+    def broadcast(self, group: _core.Group, tensor: Tensor, source: int) -> None:
+        """Gives all ranks what `source` has, on torch's current stream where it is on the device."""
+        if not self.carries(tensor):
+            group.broadcast(tensor, source, False)
+            return
         self.carrier.broadcast(tensor, source, self.device.current_stream())
         self.device.joined()
 
 
-def connect(device: Device | None, group: _core.Group) -> Carriage | None:
+def connect(device: Device | None, group: _core.Group) -> Home | Carriage:
     """Connects the devices of all ranks, where there are any. Every rank calls it."""
-    return None if device is None else Carriage(device, group)
+    return Home() if device is None else Carriage(device, group)
 
 
 def agree(device: Device | None) -> None:

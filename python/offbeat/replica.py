@@ -90,8 +90,8 @@ class Replica:
         self._frozen: list[Tensor] = []
         self._slots: list[hooks.Slot] = []
         self._scheduler: _core.Scheduler | None = None
-        # Where gradients are on a GPU.
-        self._carriage: devices.Carriage | None = None
+        # Where gradients are, and who carries them there.
+        self._carriage: devices.Home | devices.Carriage = devices.Home()
         self._removers: list[Callable[[], None]] = []
         self._forget_model: Callable[[], None] | None = None
         self._forget_steps: Callable[[], None] | None = None
@@ -160,7 +160,7 @@ class Replica:
             first=described,
             steps=steps,
             bucket_bytes=self.bucket_bytes,
-            carrier=None if self._carriage is None else self._carriage.carrier,
+            carrier=self._carriage.carrier,
         )
         self._scheduler.resume(self.step)
         self._agreed()
@@ -194,7 +194,7 @@ class Replica:
         owners.release(self, self._named)
         self._line.cut()
         self._slots = []
-        self._scheduler = self._carriage = None
+        self._scheduler, self._carriage = None, devices.Home()
         counters.models.pop(self.number, None)
         trace.names.pop(self.number, None)
 
@@ -222,7 +222,7 @@ class Replica:
         owners.release(self, self._named)
         self._leave_buckets()
         self._line.disconnect()
-        self._scheduler, self._carriage = None, None
+        self._scheduler, self._carriage = None, devices.Home()
         self._named = list(named)
         self._start()
 
@@ -231,11 +231,7 @@ class Replica:
     def _adopt_buckets(self) -> None:
         """Takes the core's buckets as the place of gradients; what is there moves in."""
         scheduler = self._running()
-        if self._carriage is None:
-            self._line.connect(scheduler.arrive, scheduler.mark_ready)
-        else:
-            # one by one: each may be on another stream
-            self._line.connect(hooks.at_once, self._carriage.marker(scheduler.mark_ready))
+        self._carriage.connect(self._line, scheduler)
         mine: dict[int, hooks.Slot] = {}
         labels: list[str] = []
         for shown, slots in scheduler.buckets():
@@ -282,7 +278,7 @@ class Replica:
     @property
     def place(self) -> str:
         """Where gradients are: who keeps what of an element is not the same there."""
-        return "cpu" if self._carriage is None else "gpu"
+        return self._carriage.place
 
     @property
     def is_running(self) -> bool:
@@ -412,7 +408,7 @@ class Replica:
         for index in scheduler.missing():
             name, parameter = self._active[index]
             if parameter.grad is None:
-                self._mark_absent(scheduler, index)
+                self._carriage.absent(scheduler, index, self._slots[index].home)
                 if parameter.requires_grad:
                     absent.append(name)
             else:
@@ -421,7 +417,7 @@ class Replica:
         self._line.put(earlier)
         self._observe(scheduler)
         with hooks.mark("offbeat::wait"):
-            gained = self._finish_round(scheduler)
+            gained = self._carriage.finish(scheduler)
         for index in gained:
             self._slots[index].show(self._active[index][1])
         self.step += 1
@@ -429,15 +425,6 @@ class Replica:
             self._sweep.round_ended()
         if absent:
             self._name_unused(absent)
-
-    def _mark_absent(self, scheduler: _core.Scheduler, index: int) -> None:
-        if self._carriage is None:
-            scheduler.mark_absent(index)
-        else:
-            self._carriage.absent(scheduler, index, self._slots[index].home)
-
-    def _finish_round(self, scheduler: _core.Scheduler) -> list[int]:
-        return scheduler.finish() if self._carriage is None else self._carriage.finish(scheduler)
 
     def _observe(self, scheduler: _core.Scheduler) -> None:
         """In the first round: the order for the final buckets. One that was loaded is as good, and known before."""
@@ -620,7 +607,7 @@ class Replica:
         if scheduler is None or getattr(optimizer, "found_inf", None) is not None or not scheduler.was_non_finite():
             return
         # on a GPU it shows when the exchange has long been used: the host does not wait for it
-        when = f"step {self.step - 1}" if self._carriage is None else f"a step before {self.step - 1}"
+        when = f"step {self.step - 1}" if self.place == "cpu" else f"a step before {self.step - 1}"
         raise NonFinite(
             f"gradients of {when} were NaN or infinite on some rank, and {self.algorithm.name} has made "
             "whole blocks NaN of them on all; try: a lower learning rate, clipping, a GradScaler, or check "
@@ -639,10 +626,10 @@ class Replica:
         scheduler = self._running()
         if turn is Turn.GRADIENTS:
             self._exchanges_gradients()
-            for index in range(len(self._active)):
-                self._mark_absent(scheduler, index)
+            for index, slot in enumerate(self._slots):
+                self._carriage.absent(scheduler, index, slot.home)
             self._observe(scheduler)
-            self._finish_round(scheduler)
+            self._carriage.finish(scheduler)
             self.step += 1
         elif turn is Turn.BUFFERS:
             self._broadcast_buffers()

@@ -46,7 +46,7 @@ class Fragment:
             first=[],
             steps=described,
             bucket_bytes=bucket_bytes,
-            carrier=None if self._carriage is None else self._carriage.carrier,
+            carrier=self._carriage.carrier,
         )
         places: dict[int, Tensor] = {}
         # The parameters of each bucket, in the order in which buckets go out.
@@ -67,15 +67,12 @@ class Fragment:
     @property
     def is_on_gpu(self) -> bool:
         """Whether weights are on a GPU; the ranks that are left can go on without the others on the CPU only."""
-        return self._carriage is not None
+        return self._carriage.place == "gpu"
 
     def begin(self) -> None:
         """What steps keep begins with these weights, which all ranks have alike."""
         hooks.fill(self.places, self.parameters)
-        if self._carriage is None:
-            self.scheduler.begin()
-        else:
-            self._carriage.begin(self.scheduler)
+        self._carriage.begin(self.scheduler)
 
     def start(self, *, overlapped: bool) -> None:
         """Begins an exchange. A bucket goes out while the next is copied."""
@@ -83,19 +80,14 @@ class Fragment:
         # of the parameters, since a bucket is not this thread's any more when it is on its way
         self.before = [parameter.detach().clone() for parameter in parameters] if overlapped else []
         self.scheduler.hold(False)
-        mark: Callable[[Sequence[int]], None] = self.scheduler.mark_ready
-        if self._carriage is not None:
-            mark = self._carriage.marker(self.scheduler.mark_ready)
+        mark = self._carriage.marker(self.scheduler.mark_ready)
         for bucket in self._buckets:
             hooks.fill([self.places[index] for index in bucket], [parameters[index] for index in bucket])
             mark(bucket)
 
     def land(self, step: int, algorithm: str) -> None:
         """Waits until the exchange is over. Its result stays in the buckets."""
-        if self._carriage is None:
-            self.scheduler.finish()
-        else:
-            self._carriage.finish(self.scheduler)
+        self._carriage.finish(self.scheduler)
         if self.scheduler.was_non_finite():
             raise NonFinite(
                 f"weights of step {step} were NaN or infinite, and {algorithm} could not encode them; try: a lower "
