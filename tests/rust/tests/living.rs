@@ -2,6 +2,7 @@
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "tests fail by panicking")]
 
+use std::sync::Barrier;
 use std::time::{Duration, Instant};
 
 use offbeat_core::background::{Agreed, Background, Description, Method, Task};
@@ -117,6 +118,8 @@ fn those_that_are_left_mix_as_their_graph_says() {
 #[test]
 fn nobody_waits_for_who_goes_or_rests() {
     for peers in [Peers::Ring, Peers::Random] {
+        // of the two that stay neither leaves before the other has looked who is there
+        let looked = Barrier::new(2);
         let ends = setup(&["a", "b", "b", "c"]).spawn(move |rank| {
             let mut model = Model::new(rank, peers, false);
             model.background.start().unwrap();
@@ -141,7 +144,9 @@ fn nobody_waits_for_who_goes_or_rests() {
                 }
             }
             assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
-            assert_eq!(model.background.progress().living, 2);
+            let living = model.background.progress().living;
+            looked.wait();
+            assert_eq!(living, 2);
             model.weights
         });
         assert!(apart(&ends[0], &ends[3]) < 1e-3, "{peers:?}");
