@@ -192,7 +192,9 @@ class Runtime:
     def lanes(self, *, flat: bool, one: bool = False) -> list[Group]: ...
     # connects the GPUs of all members; `allocate` gives memory for a bucket, all zero: elements, dtype, and the stream
     # that uses it
-    def carrier(self, group: Group, device: int, allocate: Callable[[int, str, int | None], Tensor]) -> Carrier: ...
+    def carrier(
+        self, group: Group, device: int, stream: int, allocate: Callable[[int, str, int | None], Tensor]
+    ) -> Carrier: ...
     def scheduler(
         self,
         lanes: Sequence[Group],

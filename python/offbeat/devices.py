@@ -22,6 +22,7 @@ class Device(Protocol):
     @property
     def index(self) -> int: ...
     def current_stream(self) -> int: ...  # the handle of torch's, on the calling thread
+    def stream(self) -> int: ...  # the handle of one for us, which stays for ever
     # that a stream of ours uses too; without one, whoever asks keeps it until that is done with it
     def zeros(self, count: int, dtype: str, stream: int | None) -> Tensor: ...
     def joined(self) -> None: ...  # when the current stream has been told to wait
@@ -37,6 +38,11 @@ class Cuda:
     def current_stream(self) -> int:
         """The handle of the current stream, which in a hook is that of the gradient."""
         return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def stream(self) -> int:
+        """The handle of a stream out of torch's pool, ahead of others where both have work. Torch never destroys these:
+        its allocator notes on them when memory that we have used is free, maybe long after the model is gone."""
+        return int(torch.cuda.Stream(self.device, priority=-1).cuda_stream)
 
     def zeros(self, count: int, dtype: str, stream: int | None) -> Tensor:
         """Memory to exchange; torch does not give it to anybody else before our stream is done with it."""
@@ -135,7 +141,7 @@ class Carriage:
 
     def __init__(self, device: Device, group: _core.Group) -> None:
         self.device = device
-        self.carrier = runtime.current().carrier(group, device.index, device.zeros)
+        self.carrier = runtime.current().carrier(group, device.index, device.stream(), device.zeros)
 
     def connect(self, line: hooks.Line, scheduler: _core.Scheduler) -> None:
         """Lets hooks tell the scheduler of gradients: one by one, since each may be on another stream."""

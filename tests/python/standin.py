@@ -81,13 +81,14 @@ class Double:
     def left(self, seconds: float = 10.0) -> int:
         """What is alive after everything was given back; threads get a moment to end."""
         self.drain()
+        # streams of torch's pool outlive what was done on them, and so does the context
+        end, ours = time.monotonic() + seconds, len(self.streams) + 1
+        while self.cuda.fakecuda_alive() + self.nccl.fakenccl_alive() > ours and time.monotonic() < end:
+            time.sleep(0.01)
         for stream in self.streams:
             self.call("cuStreamDestroy_v2", stream)
         self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
         self.call("cuDevicePrimaryCtxRelease_v2", 0)
-        end = time.monotonic() + seconds
-        while self.cuda.fakecuda_alive() + self.nccl.fakenccl_alive() and time.monotonic() < end:
-            time.sleep(0.01)
         return self.cuda.fakecuda_alive() + self.nccl.fakenccl_alive()
 
 
@@ -101,6 +102,10 @@ class Device:
 
     def current_stream(self) -> int:
         return self.double.stream.value or 0
+
+    def stream(self) -> int:
+        self.double.streams.append(self.double.new_stream())
+        return self.double.streams[-1].value or 0
 
     def zeros(self, count: int, dtype: str, stream: int | None) -> torch.Tensor:
         assert stream not in (0, self.double.stream.value)

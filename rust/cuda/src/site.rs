@@ -4,6 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
+use offbeat_core::event;
 use offbeat_core::topology::Layout;
 use offbeat_core::{Error, Result};
 
@@ -56,20 +57,25 @@ impl Site {
         self.nccl()?.unique_id().map(|id| id.0.to_vec())
     }
 
-    /// Connects the members of a group; all of them call this.
-    pub fn connect(
+    /// Connects the members of a group; all of them call this. What they exchange runs on a stream of torch's, which is not
+    /// used otherwise: torch notes on it when memory is free that was used there, also when the carrier has long gone.
+    ///
+    /// # Safety
+    /// The stream is of this device, and is never destroyed.
+    pub unsafe fn connect(
         &self,
         members: Members,
         layout: Layout,
         id: &[u8],
         limit: Duration,
-        allocate: Allocate,
+        (stream, allocate): (event::Stream, Allocate),
         alarm: Alarm,
     ) -> Result<Carrier> {
         let id = id.try_into().map_err(|_| Error::invalid("an id of NCCL's has 128 bytes; try: report this"))?;
         let (nccl, device) = (self.nccl()?, &self.device);
         let communicator = Communicator::connect_heeding(nccl, device, members, UniqueId(id), limit, alarm)?;
-        let stream = Stream::new(&self.device)?;
+        // SAFETY: the caller's promise.
+        let stream = unsafe { Stream::borrow(&self.device, stream) };
         let scratch = Scratch::new(&stream);
         let kernels = Arc::clone(&self.kernels);
         Carrier::new(Lane::new(Group { communicator, stream, scratch, kernels, layout, limit }, &self.watch), allocate)

@@ -77,7 +77,7 @@ pub(crate) fn connect(
     opened: Result<Arc<Site>>,
     group: &Group,
     rank: u32,
-    function: Py<PyAny>,
+    (stream, function): (u64, Py<PyAny>),
     limit: Duration,
     interrupt: Option<&Interrupt<'_>>,
 ) -> Result<Carrier> {
@@ -90,7 +90,8 @@ pub(crate) fn connect(
     let watched = group.clone();
     let alarm = Box::new(move || watched.verdict());
     let memory = Box::new(move |bucket: &Bucket, stream| allocate(&function, bucket.count, bucket.dtype, Some(stream)));
-    let connected = site.connect(members, group.layout().clone(), &id, limit, memory, alarm);
+    // SAFETY: the stream is torch's, which never destroys its streams.
+    let connected = unsafe { site.connect(members, group.layout().clone(), &id, limit, (stream, memory), alarm) };
     // the others wait for this rank
     let inner = connected.map_err(|error| group.abandon(&error))?;
     Ok(Carrier { inner: Arc::new(inner), device: site.device(), group: group.clone() })

@@ -150,14 +150,28 @@ impl Runtime {
         Ok(lanes.into_iter().map(Group).collect())
     }
 
-    /// Connects the device of every member's parameters; `allocate(elements, dtype, stream)` gives memory
-    /// for buckets, all zero.
-    fn carrier(&self, py: Python<'_>, group: &Group, device: u32, allocate: Py<PyAny>) -> PyResult<Carrier> {
+    /// Connects the device of every member's parameters. `stream` is one of torch's that is for this carrier;
+    /// `allocate(elements, dtype, stream)` gives memory for buckets, all zero.
+    fn carrier(
+        &self,
+        py: Python<'_>,
+        group: &Group,
+        device: u32,
+        stream: u64,
+        allocate: Py<PyAny>,
+    ) -> PyResult<Carrier> {
         let caught = Caught::default();
         let connected = py.detach(|| {
             let limit = self.first_step_timeout;
             let interrupt = || caught.check_signals();
-            carrier::connect(self.open(device), &group.0, self.engine.rank(), allocate, limit, Some(&interrupt))
+            carrier::connect(
+                self.open(device),
+                &group.0,
+                self.engine.rank(),
+                (stream, allocate),
+                limit,
+                Some(&interrupt),
+            )
         });
         connected.map_err(|error| caught.raise(error))
     }
