@@ -34,6 +34,12 @@ class Background(Algorithm):
         """How many steps may be made without an exchange; None for any number."""
         return None
 
+    @property
+    def pace(self) -> float | None:
+        """Seconds from round to round, at least; None to rest in proportion. Where ranks wait for each other they wait
+        for rounds, and these follow each other without a rest."""
+        return 0.0 if self.period is None and self.bound is not None else self.period
+
     def method(self) -> tuple[str, dict[str, object]]:
         """What the core's thread does."""
         raise NotImplementedError(f"{type(self).__name__} must say what its method is")
@@ -110,7 +116,7 @@ class AsyncServer(Background):
 
     staleness: how many steps a rank may make before the others have come as far, and their updates are in. None lets
         everyone run; 0 with plain SGD is what averaged gradients give.
-    period: as of `AsyncModelAverage`, where there is no bound: seconds from one push to the next.
+    period: as of `AsyncModelAverage`, from one push to the next; with a bound None never rests.
     codec: how updates and answers are encoded, e.g. "minmax8".
     feedback: keep what is lost of updates and send it later; None does so where there is a codec.
     """

@@ -108,7 +108,7 @@ class BackgroundReplica:
             agreement.broadcast_tensors(group, everything.values(), 0, devices.Home())
             agreement.broadcast_optimizer(group, self.optimizer, 0, parameters, devices.Home())
         method, arguments = self.algorithm.method()
-        period = self.algorithm.period
+        period = self.algorithm.pace
         self._snapshots = Snapshots(group, parameters, method, arguments, period=period, device=device)
         self._core = self._snapshots.core
         self._started = self._seeded = self._left = False
