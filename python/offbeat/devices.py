@@ -42,7 +42,7 @@ class Cuda:
     def stream(self) -> int:
         """The handle of a stream out of torch's pool, ahead of others where both have work. Torch never destroys these:
         its allocator notes on them when memory that we have used is free, maybe long after the model is gone."""
-        return int(torch.cuda.Stream(self.device, priority=-1).cuda_stream)
+        return int(torch.cuda.Stream(self.device, priority=-1).cuda_stream)  # type: ignore[no-untyped-call]
 
     def zeros(self, count: int, dtype: str, stream: int | None) -> Tensor:
         """Memory to exchange; torch does not give it to anybody else before our stream is done with it."""
