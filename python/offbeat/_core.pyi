@@ -193,7 +193,7 @@ class Runtime:
     # connects the GPUs of all members; `allocate` gives memory for a bucket, all zero: elements, dtype, and the stream
     # that uses it
     def carrier(
-        self, group: Group, device: int, stream: int, allocate: Callable[[int, str, int | None], Tensor]
+        self, group: Group, device: int, stream: Callable[[], int], allocate: Callable[[int, str, int | None], Tensor]
     ) -> Carrier: ...
     def scheduler(
         self,

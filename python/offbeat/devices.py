@@ -141,7 +141,7 @@ class Carriage:
 
     def __init__(self, device: Device, group: _core.Group) -> None:
         self.device = device
-        self.carrier = runtime.current().carrier(group, device.index, device.stream(), device.zeros)
+        self.carrier = runtime.current().carrier(group, device.index, device.stream, device.zeros)
 
     def connect(self, line: hooks.Line, scheduler: _core.Scheduler) -> None:
         """Lets hooks tell the scheduler of gradients: one by one, since each may be on another stream."""

@@ -72,20 +72,28 @@ pub(crate) fn shown(py: Python<'_>, memory: &Storage, dtype: DType, count: usize
     }
 }
 
+/// Asks a function of Python's for the handle of a stream that torch never destroys.
+fn stream(function: &Py<PyAny>) -> Result<u64> {
+    Python::attach(|py| function.call0(py)?.extract(py)).map_err(|error: PyErr| {
+        Error::unsupported(format!("torch has no stream on the device: {error}; try: torch.cuda.Stream() by itself"))
+    })
+}
+
 /// Connects the members of a group, each with its device: all of them call this, and all learn if one cannot.
 pub(crate) fn connect(
     opened: Result<Arc<Site>>,
     group: &Group,
     rank: u32,
-    (stream, function): (u64, Py<PyAny>),
+    (stream_of, function): (&Py<PyAny>, Py<PyAny>),
     limit: Duration,
     interrupt: Option<&Interrupt<'_>>,
 ) -> Result<Carrier> {
     let me = group.ranks().iter().position(|member| *member == rank).unwrap_or_default();
+    let opened = opened.and_then(|site| Ok((site, stream(stream_of)?)));
     let mine = opened.as_ref().map_err(Clone::clone);
-    let id = mine.and_then(|site| if me == 0 { site.id() } else { site.nccl().map(|_| Vec::new()) });
+    let id = mine.and_then(|(site, _)| if me == 0 { site.id() } else { site.nccl().map(|_| Vec::new()) });
     let id = meet(group, id, interrupt)?;
-    let site = opened?;
+    let (site, stream) = opened?;
     let members = Members { ranks: group.ranks().to_vec(), me };
     let watched = group.clone();
     let alarm = Box::new(move || watched.verdict());

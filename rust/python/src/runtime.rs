@@ -150,14 +150,14 @@ impl Runtime {
         Ok(lanes.into_iter().map(Group).collect())
     }
 
-    /// Connects the device of every member's parameters. `stream` is one of torch's that is for this carrier;
+    /// Connects the device of every member's parameters. `stream()` gives one of torch's for this carrier;
     /// `allocate(elements, dtype, stream)` gives memory for buckets, all zero.
     fn carrier(
         &self,
         py: Python<'_>,
         group: &Group,
         device: u32,
-        stream: u64,
+        stream: Py<PyAny>,
         allocate: Py<PyAny>,
     ) -> PyResult<Carrier> {
         let caught = Caught::default();
@@ -168,7 +168,7 @@ impl Runtime {
                 self.open(device),
                 &group.0,
                 self.engine.rank(),
-                (stream, allocate),
+                (&stream, allocate),
                 limit,
                 Some(&interrupt),
             )
