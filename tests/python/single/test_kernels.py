@@ -177,6 +177,7 @@ def test_a_new_nvrtc_takes_the_sources():
 
 
 @needs_ptxas
+@slow_to_build
 def test_nothing_is_spilled():
     for name, text in toolchain.committed().items():
         for target in toolchain.TARGETS:

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use offbeat_transport::shm::arena::Piece;
 
 use super::streams::Streams;
-use crate::algorithm::{Carrier, Description, Keeper, Pipeline, Saved, Storage};
+use crate::algorithm::{Carrier, Description, Keeper, Pipeline, Saved, Storage, Stream};
 use crate::bucket::{Bucket, Grain, Plan, Tensor};
 use crate::buffer::{Buffer, Place, Shaped};
 use crate::dtype::DType;
@@ -71,6 +71,19 @@ impl Built {
             built.apart = Some([allocate()?, allocate()?]);
         }
         Ok(built)
+    }
+
+    /// Lets anchors and copies begin with the weights in the buckets; on a device after the stream that wrote them, which
+    /// waits before it writes others there.
+    pub(super) fn begin(&self, carrier: Option<&dyn Carrier>, stream: Stream) -> Result<()> {
+        let after: Vec<_> = carrier.map(|carrier| carrier.mark(stream)).transpose()?.into_iter().collect();
+        for (bucket, pipeline) in self.pipelines.iter().enumerate() {
+            let end = pipeline.begin(self.buffer(bucket), &after)?;
+            if let (Some(carrier), Some(end)) = (carrier, end) {
+                carrier.wait(stream, &*end)?;
+            }
+        }
+        Ok(())
     }
 
     /// Whether a bucket may go out: all its tensors are there, and it is known what it has to wait for.

@@ -383,15 +383,7 @@ impl Scheduler {
     /// Takes the weights that lie in the buckets, which all ranks have alike, as where anchors and copies begin. Where buckets
     /// are on a device, a stream has written them, and waits before it writes others there.
     pub fn begin(&self, stream: Stream) -> Result<()> {
-        let (built, carrier) = (self.0.built(), self.0.carrier.as_deref());
-        let after: Vec<_> = carrier.map(|carrier| carrier.mark(stream)).transpose()?.into_iter().collect();
-        for (bucket, pipeline) in built.pipelines.iter().enumerate() {
-            let end = pipeline.begin(built.buffer(bucket), &after)?;
-            if let (Some(carrier), Some(end)) = (carrier, end) {
-                carrier.wait(stream, &*end)?;
-            }
-        }
-        Ok(())
+        self.0.built().begin(self.0.carrier.as_deref(), stream)
     }
 
     /// What steps keep of a tensor, between rounds.
