@@ -120,6 +120,9 @@ DEVICE void hear(T *values, float *own, float *first, float *second, const u8 *t
     }
 }
 
+// Hearing holds a block of each array at once: with the registers that eight blocks leave, some would be spilled.
+#define HEARING extern "C" __global__ void __launch_bounds__(128, 6)
+
 #define TYPED_REPLICAS(C, name, T, type) \
     KERNEL offbeat_##name##_tell_##type(const T *values, const float *own, const float *left, const float *right, \
                                         float to_left, float to_right, const tile *tiles, u32 tile_count, u8 *records, \
@@ -127,9 +130,9 @@ DEVICE void hear(T *values, float *own, float *first, float *second, const u8 *t
         const Told<T> source = {values, own, left, right, to_left, to_right}; \
         Loops<C>::encode(source, (float *)nullptr, tiles, tile_count, records, numbers, stream, odd); \
     } \
-    KERNEL offbeat_##name##_hear_##type(T *values, float *own, float *first, float *second, const u8 *told, \
-                                        const u8 *heard, u64 stride, u32 peers, u32 left, u32 right, \
-                                        const float *weights, float gamma, const tile *tiles, u32 tile_count) { \
+    HEARING offbeat_##name##_hear_##type(T *values, float *own, float *first, float *second, const u8 *told, \
+                                         const u8 *heard, u64 stride, u32 peers, u32 left, u32 right, \
+                                         const float *weights, float gamma, const tile *tiles, u32 tile_count) { \
         hear<C>(values, own, first, second, told, heard, stride, peers, left, right, weights, gamma, tiles, tile_count); \
     } \
     EXPORT(offbeat_##name##_tell_##type) \
