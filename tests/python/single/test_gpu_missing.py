@@ -25,7 +25,8 @@ offbeat.init()
 core = runtime.current()
 (lane,) = core.lanes(flat=False, one=True)
 try:
-    carrier = core.carrier(lane, 0, lambda count, dtype, stream: torch.zeros(count))
+    # torch's default stream will do
+    carrier = core.carrier(lane, 0, lambda: 0, lambda count, dtype, stream: torch.zeros(count))
     print("carrier:", carrier is not None)
 except errors.Unsupported as error:
     print("refused:", error)
