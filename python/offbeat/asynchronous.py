@@ -9,6 +9,9 @@ from .algorithm import Algorithm, check_warmup
 from .errors import InvalidArgument
 from .steps import Step, check_seed
 
+# Seconds from round to round where ranks wait for each other.
+BOUNDED = 0.1
+
 
 @dataclass(frozen=True)
 class Background(Algorithm):
@@ -37,8 +40,8 @@ class Background(Algorithm):
     @property
     def pace(self) -> float | None:
         """Seconds from round to round, at least; None to rest in proportion. Where ranks wait for each other they wait
-        for rounds, and these follow each other without a rest."""
-        return 0.0 if self.period is None and self.bound is not None else self.period
+        for rounds, and a rest must not grow with what one took."""
+        return BOUNDED if self.period is None and self.bound is not None else self.period
 
     def method(self) -> tuple[str, dict[str, object]]:
         """What the core's thread does."""
@@ -116,7 +119,7 @@ class AsyncServer(Background):
 
     staleness: how many steps a rank may make before the others have come as far, and their updates are in. None lets
         everyone run; 0 with plain SGD is what averaged gradients give.
-    period: as of `AsyncModelAverage`, from one push to the next; with a bound None never rests.
+    period: as of `AsyncModelAverage`, from one push to the next; with a bound None is 0.1.
     codec: how updates and answers are encoded, e.g. "minmax8".
     feedback: keep what is lost of updates and send it later; None does so where there is a codec.
     """
