@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use offbeat_transport::frame::{FrameKind, Header, NOTE};
 use offbeat_transport::inbox::Delivery;
@@ -139,13 +140,27 @@ pub(super) struct Post {
     living: Vec<u32>,
     epoch: Epoch,
     partial: HashMap<(u32, Envelope), Partial>,
+    /// Since when there are such, and for how long there were before.
+    receiving: Option<Instant>,
+    received: Duration,
 }
 
 impl Post {
     /// For the members of a group. `longest` is the most that a letter may hold.
     pub(super) fn new(mesh: Arc<Mesh>, channel: u64, members: &[u32], chunk: usize, longest: usize) -> Self {
         let (me, living, epoch) = (mesh.me(), members.to_vec(), Epoch::of(members));
-        Post { mesh, me, channel, chunk, longest, living, epoch, partial: HashMap::new() }
+        Post {
+            mesh,
+            me,
+            channel,
+            chunk,
+            longest,
+            living,
+            epoch,
+            partial: HashMap::new(),
+            receiving: None,
+            received: Duration::ZERO,
+        }
     }
 
     /// The members that are there, in ascending order, with this one.
@@ -197,11 +212,24 @@ impl Post {
         let partial = self.partial.entry((from, envelope)).or_insert_with(new);
         partial.body.get_mut(begin..begin + piece.len())?.copy_from_slice(piece);
         partial.missing = partial.missing.saturating_sub(piece.len());
-        if partial.missing > 0 {
-            return None;
+        let whole = (partial.missing == 0).then(|| self.partial.remove(&(from, envelope))).flatten();
+        self.keep_time();
+        whole.map(|partial| Letter { from, envelope, body: partial.body })
+    }
+
+    /// For how long long letters were on their way here since this was last asked: what exchanges cost the wire, also those
+    /// that others began. Waiting for somebody to write is not in it.
+    pub(super) fn time_receiving(&mut self) -> Duration {
+        self.keep_time();
+        std::mem::take(&mut self.received)
+    }
+
+    fn keep_time(&mut self) {
+        let now = Instant::now();
+        if let Some(since) = self.receiving {
+            self.received += now - since;
         }
-        let partial = self.partial.remove(&(from, envelope))?;
-        Some(Letter { from, envelope, body: partial.body })
+        self.receiving = (!self.partial.is_empty()).then_some(now);
     }
 
     /// Goes on without a member, and tells the others so. False if it was none any more.
