@@ -255,7 +255,7 @@ def non_finite():
         # who selects counts its own
         assert max(offbeat.all_gather_object(offbeat.stats()["models"][0]["coding"]["non_finite"])) > 0
         optimizer.remove()
-    leave(double)
+    leave(double, whole=True)
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "topk"])
