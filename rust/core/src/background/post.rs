@@ -124,6 +124,20 @@ pub(super) struct Letter {
     pub(super) body: Vec<u8>,
 }
 
+impl Letter {
+    /// Whether it is the one from a rank that is about this, in this round of this list of members.
+    pub(super) fn is(&self, from: u32, wanted: &Envelope) -> bool {
+        let key = |envelope: &Envelope| (envelope.about, envelope.epoch, envelope.round);
+        self.from == from && key(&self.envelope) == key(wanted)
+    }
+}
+
+/// Takes the letter out of many that [`Letter::is`] the wanted one, if it has come.
+pub(super) fn take(letters: &mut Vec<Letter>, from: u32, wanted: &Envelope) -> Option<Letter> {
+    let at = letters.iter().position(|letter| letter.is(from, wanted))?;
+    Some(letters.swap_remove(at))
+}
+
 /// A letter of which not all frames have come.
 struct Partial {
     body: Vec<u8>,
