@@ -71,7 +71,7 @@ def broadcast(whose):
         if whose != "nobody":
             double.forget("cuStreamWaitEvent", ours=whose == "ours")
         replica = optimizer._offbeat.replica
-        replica._carriage.broadcast(replica.group, tensor, 1)
+        replica.gradients.carriage.broadcast(replica.group, tensor, 1)
         say(not torch.equal(tensor, torch.full((1000,), 2.0)))
 
 
