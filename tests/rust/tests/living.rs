@@ -72,6 +72,8 @@ fn those_that_are_left_mix_as_their_graph_says() {
         for modular in [false, true] {
             let rounds = 4..10u64;
             let of_all = rounds.clone();
+            // who leaves while another one is between two rounds is not in its next one
+            let ended = Barrier::new(4);
             let ends = setup(&["a", "a", "b", "b", "c"]).spawn(move |rank| {
                 let mut model = Model::new(rank, peers, modular);
                 if rank.rank == 2 {
@@ -88,6 +90,7 @@ fn those_that_are_left_mix_as_their_graph_says() {
                 for number in of_all.clone() {
                     model.round(number);
                 }
+                ended.wait();
                 model.weights
             });
             let living = [0, 1, 3, 4];
