@@ -12,7 +12,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu import codec_jobs, step_jobs, top_k_jobs
+from gpu import codec_jobs, low_rank_jobs, step_jobs, top_k_jobs
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import Job
 
@@ -45,7 +45,7 @@ def all_jobs() -> list[tuple[str, Job]]:
     ]
     jobs += [job for one in ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one)]
     jobs += [job for codec in (*CODECS, step_jobs.PLAIN) for job in step_jobs.replicas_jobs(codec)]
-    return [*jobs, ("counted", codec_jobs.counted_job()), *top_k_jobs_of()]
+    return [*jobs, ("counted", codec_jobs.counted_job()), *top_k_jobs_of(), *low_rank_jobs.low_rank_jobs()]
 
 
 def race_jobs(kernel: str | None = None) -> list[tuple[str, Job]]:
@@ -64,6 +64,8 @@ def race_jobs(kernel: str | None = None) -> list[tuple[str, Job]]:
         jobs += step_jobs.replicas_jobs(step_jobs.PLAIN, **meets)
     if kernel in (None, "top_k.cu"):
         jobs.append(("top_k", top_k_jobs.top_k_job("f32", True, 1024, cases=["odd_length", "not_finite"])))
+    if kernel in (None, "low_rank.cu"):
+        jobs.append(("low_rank", low_rank_jobs.low_rank_job("f32", shapes=[(600, 30, 2), (3, 5, 2)])))
     return jobs
 
 
@@ -92,6 +94,8 @@ class Mutant:
             return race_jobs(self.kernel)
         if self.kernel == "top_k.cu":
             return top_k_jobs_of()
+        if self.kernel == "low_rank.cu":
+            return low_rank_jobs.low_rank_jobs(["f32"], [1])
         if self.kernel in ELEMENTWISE:
             return step_jobs.elementwise_jobs(ELEMENTWISE[self.kernel])
         if self.kernel == "replicas.cu":

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu import building, codec_jobs, golden, mutants, reference, shim, step_jobs, top_k_jobs, traffic
+from gpu import building, codec_jobs, golden, low_rank_jobs, mutants, reference, shim, step_jobs, top_k_jobs, traffic
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import canonical
 from gpu.ptx import Module
@@ -74,6 +74,7 @@ def test_the_reference_gives_the_golden_vectors():
         fed, left = top_k_jobs.select(values, residual, chosen)
         assert fed == golden.section("top_k", case, "encoded with residual"), case
         assert canonical(left.tobytes(), "f32").tobytes() == golden.section("top_k", case, "residual after"), case
+    low_rank_jobs.check_reference()
 
 
 @can_build
@@ -116,6 +117,13 @@ def test_committed_ptx_of_steps(module, dtype):
     jobs = [job for one in mutants.ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one, [dtype])]
     jobs += step_jobs.replicas_jobs(step_jobs.PLAIN, [dtype])
     for name, job in jobs:
+        assert job.faults(module.run(job)) == [], name
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_committed_ptx_of_low_rank(module, dtype):
+    jobs = low_rank_jobs.low_rank_jobs([dtype], [1])
+    for name, job in jobs if dtype == "f32" else jobs[:1]:
         assert job.faults(module.run(job)) == [], name
 
 
