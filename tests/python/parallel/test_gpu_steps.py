@@ -42,6 +42,13 @@ SELECTED = [
     "TopK(ratio=1.0)",
 ]
 
+# the lower the rank the more matrices; of nine columns of a factor one is left for a second pass
+FACTORED = [
+    "powersgd",
+    "PowerSGD(rank=1, hierarchical=False)",
+    "PowerSGD(rank=9, least=0, warmup_steps=1)",
+]
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["momentum", "weights", "copies"])
@@ -72,6 +79,16 @@ def test_short_floats_too(train, dtype):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_selected_short_floats_too(train, layout, dtype):
     train(both, LAYOUTS[layout], dtype, "TopK(ratio=0.1)")
+
+
+@pytest.mark.parametrize("layout", IN_ORDER)
+def test_factored_training_has_the_bits_of_the_cpu(train, layout):
+    train(both, LAYOUTS[layout], "float32", *FACTORED)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_factored_short_floats_too(train, dtype):
+    train(both, "ab", dtype, "PowerSGD(rank=2)")
 
 
 @pytest.mark.parametrize("layout", ["alone on a host", "three hosts", "three and one"])
@@ -130,7 +147,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(train):
 @pytest.mark.parametrize("layout", ["alone on a host", "two each"])
 def test_a_run_goes_on_with_what_was_left_of_gradients(train, layout):
     selected = ["TopK(ratio=0.1)", "TopK(ratio=0.1, warmup_steps=2)"]
-    train(resumed, LAYOUTS[layout], "ByteGrad(feedback=True)", "qsgd", *selected, "Vote()")
+    train(resumed, LAYOUTS[layout], "ByteGrad(feedback=True)", "qsgd", *selected, "PowerSGD(rank=2)", "Vote()")
 
 
 def moved():
@@ -178,6 +195,8 @@ def moved():
 def test_checkpoints_move_between_cpu_and_gpu(train):
     # without residuals of codecs, which lie with other ranks there
     train(moved, "ab", "QAdam(warmup_steps=2)", *PLAIN_WEIGHTS, CODED_WEIGHTS[2], "TopK(ratio=0.1)", "Vote(codec=None)")
+    # the second of them begins to factor after that
+    train(moved, "ab", "PowerSGD(rank=2)", "PowerSGD(rank=1, warmup_steps=5)")
     train(moved, "abc", *OF_COPIES)
 
 
@@ -255,8 +274,10 @@ def test_steps_that_a_scaler_leaves_out(train):
     train(scaled, "ab")
 
 
-def selected_odd():
-    """Selects from values of which some are not finite, on both paths. What is left must not be spoiled."""
+def lossy_odd():
+    """Selects from or factors values of which some are not finite, on both paths. What is kept must not be spoiled."""
+    import sys
+
     import torch
     from gpu_training import bits, leave
     from standin import Double, in_place_of_a_gpu
@@ -268,8 +289,8 @@ def selected_odd():
     def run():
         torch.manual_seed(3)
         model = torch.nn.Linear(300, 30)
-        sgd, topk = torch.optim.SGD(model.parameters(), lr=0.0), offbeat.algorithms.TopK(ratio=0.1)
-        optimizer = offbeat.DistributedOptimizer(sgd, model, topk)
+        sgd, lossy = torch.optim.SGD(model.parameters(), lr=0.0), eval(sys.argv[1], vars(offbeat.algorithms))
+        optimizer = offbeat.DistributedOptimizer(sgd, model, lossy)
         seen = []
         for number in range(4):
             optimizer.zero_grad()
@@ -288,7 +309,7 @@ def selected_odd():
     with in_place_of_a_gpu(double):
         found = run()
     assert any(not tensor.isfinite().all() for tensor in usual)
-    assert len(usual) == len(found) == 16
+    assert len(usual) == len(found) == int(sys.argv[2])
     for number, (a, b) in enumerate(zip(usual, found, strict=True)):
         assert torch.equal(a.isnan(), b.isnan()), number
         assert torch.equal(bits(a.nan_to_num(nan=0.5)), bits(b.nan_to_num(nan=0.5))), number
@@ -297,4 +318,8 @@ def selected_odd():
 
 @pytest.mark.parametrize("layout", ["alone on a host", "two each"])
 def test_what_is_left_is_that_of_the_cpu_after_values_that_are_not_finite(train, layout):
-    train(selected_odd, LAYOUTS[layout])
+    train(lossy_odd, LAYOUTS[layout], "TopK(ratio=0.1)", 16)
+
+
+def test_factors_are_those_of_the_cpu_after_values_that_are_not_finite(train):
+    train(lossy_odd, "ab", "PowerSGD(rank=3)", 24)

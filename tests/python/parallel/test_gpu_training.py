@@ -45,7 +45,7 @@ def test_four_hosts(train):
 # the first stream is torch's, the others are ours
 @pytest.mark.parametrize("lazy", [0b00000000, 0b00000001, 0b11111110, 0b11111111])
 def test_every_schedule_of_streams_gives_the_same_bits(train, lazy):
-    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", "Vote()", FAKECUDA_SCHED=lazy)
+    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", "powersgd", "Vote()", FAKECUDA_SCHED=lazy)
 
 
 # torch's, that of gradients and that of weights
@@ -111,6 +111,8 @@ def counted():
             step()
         spent = {name: count - before[name] for name, count in double.counts().items()}
         assert [spent.pop("kernels"), spent.pop("groups")] == [10 * kernels, 10 * groups], spent
+        # of P and of Q
+        assert spent.pop("ncclAllReduce") == (20 if name == "powersgd" else 0), spent
         # a mark before and one after
         assert spent.pop("cuEventCreate") == 20, spent
         assert not any(spent.values()), spent
@@ -130,6 +132,8 @@ def counted():
         ("topk", 13, 1),
         # tell and hear; to the peers
         ("low_precision_decentralized", 2, 1),
+        # where Q begins, P, what is whole; P orthonormal, Q; whether that is finite, the product, what is whole
+        ("powersgd", 8, 2),
     ],
 )
 def test_a_step_is_few_launches_and_the_host_waits_for_nothing(train, algorithm, kernels, groups):
@@ -219,7 +223,6 @@ def refused():
     offbeat.init(timeout=10.0)
     if case == "steps":
         with in_place_of_a_gpu(Double()):
-            fails(offbeat.errors.Unsupported, "low_rank is not carried on a GPU|try: model.cpu()", make, "PowerSGD()")
             fails(offbeat.errors.Unsupported, "bucket_bytes", make, "allreduce", bucket_bytes="auto")
         # the same ranks train on the CPU afterwards
         make("allreduce")[1].remove()
@@ -291,6 +294,6 @@ def non_finite():
     leave(double)
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "topk"])
+@pytest.mark.parametrize("algorithm", ["bytegrad", "topk", "powersgd"])
 def test_values_that_are_not_finite_are_told_later_on_all_ranks_alike(train, algorithm):
     train(non_finite, "ab", algorithm)
