@@ -15,7 +15,7 @@ MATRIX_TYPE = np.dtype(
 u32, f32, f64 = np.uint32, np.float32, np.float64
 GOLDEN = {case: tuple(shape) for case, shape in golden.INDEX["low_rank.bin"]["rows, columns and rank"].items()}
 # beyond a round of runs of rows, and the columns of factors that are worked on together; that one is not finite
-SHAPES = [*GOLDEN.values(), (600, 40, 1), (40, 66, 18), (3, 2, 2), (2, 9, 1)]
+SHAPES = [*GOLDEN.values(), (520, 20, 1), (40, 66, 18), (3, 2, 2), (2, 9, 1)]
 ODD = 4
 
 
@@ -302,5 +302,7 @@ def orthonormal_job() -> Job:
 
 
 def low_rank_jobs(dtypes=tuple(TYPES), skews=(0, 1), shapes=None) -> list[tuple[str, Job]]:
-    jobs = [(f"low_rank {dtype}", low_rank_job(dtype, skew, shapes)) for dtype in dtypes for skew in skews]
+    # of matrices with odd columns some rows are where wide accesses are made, whatever the skew
+    cases = [(dtype, skew) for dtype in dtypes for skew in skews if skew or dtype == "f32"]
+    jobs = [(f"low_rank {dtype}", low_rank_job(dtype, skew, shapes)) for dtype, skew in cases]
     return [*jobs, ("orthonormal columns", orthonormal_job())]

@@ -264,7 +264,9 @@ def non_finite():
     double = Double()
     with in_place_of_a_gpu(double):
         model = torch.nn.Linear(300, 3)
-        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, sys.argv[1])
+        # of a higher rank so small a matrix travels whole
+        algorithm = offbeat.algorithms.PowerSGD(rank=1) if sys.argv[1] == "powersgd" else sys.argv[1]
+        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, algorithm)
 
         def backward(value=1.0):
             optimizer.zero_grad()
