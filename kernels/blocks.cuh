@@ -187,6 +187,13 @@ template <class C> struct Loops {
     }
 };
 
+// The loop around what is no codec's: calls `work(at, left)` for four neighbours of the warp's tile at a time, the first of
+// which is the `at`-th. UNROLL rounds are under way at once.
+template <u32 UNROLL, class W> DEVICE void by_fours(const tile &mine, W work) {
+#pragma unroll UNROLL
+    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) work(at, mine.count - at);
+}
+
 // Eight blocks are all that the smallest multiprocessor holds: fewer registers than that allows would only be spilled.
 #define KERNEL extern "C" __global__ void __launch_bounds__(128, 8)
 

@@ -5,13 +5,12 @@ template <class T> DEVICE void divide(T *values, const tile *tiles, u32 tile_cou
     tile mine;
     if (!find_tile(tiles, tile_count, mine)) return;
     T *first = values + mine.value;
-#pragma unroll 4
-    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) {
+    by_fours<4>(mine, [&](u32 at, u32 left) {
         float x[4];
-        load4(first + at, mine.count - at, x);
+        load4(first + at, left, x);
         for (u32 j = 0; j < 4; ++j) x[j] = div(x[j], divisor);
-        store4(first + at, mine.count - at, x);
-    }
+        store4(first + at, left, x);
+    });
 }
 
 // Sums arrays in their order, each multiplied by its factor if there are any, and divides the sum.
@@ -20,9 +19,7 @@ DEVICE void mix(const F *sources, u64 stride, u32 peers, const float *factors, f
                 u32 tile_count, T *values) {
     tile mine;
     if (!find_tile(tiles, tile_count, mine)) return;
-#pragma unroll 2
-    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) {
-        const u32 left = mine.count - at;
+    by_fours<2>(mine, [&](u32 at, u32 left) {
         float sum[4] = {};
         for (u32 peer = 0; peer < peers; ++peer) {
             const bool weighs = factors != nullptr;
@@ -36,7 +33,7 @@ DEVICE void mix(const F *sources, u64 stride, u32 peers, const float *factors, f
         }
         for (u32 j = 0; j < 4; ++j) sum[j] = div(sum[j], divisor);
         store4(values + mine.value + at, left, sum);
-    }
+    });
 }
 
 #define DIVIDE(T, type) \

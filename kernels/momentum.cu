@@ -6,16 +6,14 @@ DEVICE void momentum(T *values, const float *kept, const float *betas, const til
     tile mine;
     if (!find_tile(tiles, tile_count, mine)) return;
     const float beta = betas[mine.span], rest = sub(1.0f, beta);
-#pragma unroll 4
-    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) {
+    by_fours<4>(mine, [&](u32 at, u32 left) {
         const u64 first = mine.value + at;
-        const u32 left = mine.count - at;
         float x[4], m[4];
         load4(values + first, left, x);
         load4(kept + first, left, m);
         for (u32 j = 0; j < 4; ++j) x[j] = add(mul(beta, m[j]), mul(rest, x[j]));
         store4(values + first, left, x);
-    }
+    });
 }
 
 template <class T>
@@ -23,10 +21,8 @@ DEVICE void gradient(T *values, float *kept, const float *betas, const tile *til
     tile mine;
     if (!find_tile(tiles, tile_count, mine)) return;
     const float beta = betas[mine.span], rest = sub(1.0f, beta);
-#pragma unroll 2
-    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) {
+    by_fours<2>(mine, [&](u32 at, u32 left) {
         const u64 first = mine.value + at;
-        const u32 left = mine.count - at;
         float x[4], m[4];
         load4(values + first, left, x);
         load4(kept + first, left, m);
@@ -38,7 +34,7 @@ DEVICE void gradient(T *values, float *kept, const float *betas, const tile *til
         }
         store4(values + first, left, x);
         store4(kept + first, left, m);
-    }
+    });
 }
 
 #define MOMENTUM(T, type) \

@@ -4,16 +4,14 @@
 template <class T> DEVICE void difference(T *values, const float *anchor, const tile *tiles, u32 tile_count) {
     tile mine;
     if (!find_tile(tiles, tile_count, mine)) return;
-#pragma unroll 4
-    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) {
+    by_fours<4>(mine, [&](u32 at, u32 left) {
         const u64 first = mine.value + at;
-        const u32 left = mine.count - at;
         float x[4], a[4];
         load4(values + first, left, x);
         load4(anchor + first, left, a);
         for (u32 j = 0; j < 4; ++j) x[j] = sub(a[j], x[j]);
         store4(values + first, left, x);
-    }
+    });
 }
 
 // What is not finite moves nothing, stays for all to see, and is counted.
@@ -23,10 +21,8 @@ DEVICE void outer(T *values, float *anchor, float *speed, float lr, float moment
     tile mine;
     if (!find_tile(tiles, tile_count, mine)) return;
     u32 bad = 0;
-#pragma unroll 2
-    for (u32 at = 4 * lane_of(); at < mine.count; at += 4 * WARP) {
+    by_fours<2>(mine, [&](u32 at, u32 left) {
         const u64 first = mine.value + at;
-        const u32 left = mine.count - at;
         float x[4], a[4], v[4];
         load4(values + first, left, x);
         load4(anchor + first, left, a);
@@ -47,7 +43,7 @@ DEVICE void outer(T *values, float *anchor, float *speed, float lr, float moment
         store4(values + first, left, x);
         store4(anchor + first, left, a);
         if (speed) store4(speed + first, left, v);
-    }
+    });
     bad = warp_sum(bad);
     if (odd && bad && lane_of() == 0) atomicAdd(odd, bad);
 }

@@ -25,7 +25,8 @@ LONG = 1 << 24
 def golden(driver: Driver) -> list[str]:
     """Runs all jobs of the kernels; a line for each that is wrong, and one for all."""
     wrong, count = [], 0
-    for name, job in mutants.all_jobs():
+    for name, make in mutants.all_jobs():
+        job = make()
         count += len(job.launches)
         try:
             wrong += [f"WRONG {name}: {fault}" for fault in job.faults(driver.run(job))]

@@ -16,6 +16,8 @@ from .errors import Mismatch, Unsupported
 # Tensors travel together up to this many bytes; one of ALONE or more is not worth the copy that this takes.
 PACK, ALONE = 4 << 20, 1 << 20
 LONGEST_DIFF = 24
+Named = Sequence[tuple[str, Tensor]]
+
 # What wrappers put before names; ranks may differ in it.
 PREFIXES = ("_orig_mod.", "module.")
 
@@ -86,6 +88,15 @@ def describe(name: str, tensor: Tensor, *, buffer: bool = False) -> str:
     return f"{name} {dtype}{list(tensor.shape)}{'' if tensor.requires_grad or buffer else ' frozen'}"
 
 
+def compare_model(group: _core.Group, algorithm: object, optimizer: torch.optim.Optimizer | None, named: Named) -> None:
+    """Raises the same `Mismatch` on every rank unless all train the same parameters in the same way."""
+    lines = [f"algorithm {algorithm}"]
+    if optimizer is not None:
+        lines.append(describe_optimizer(optimizer))
+    compare(group, "settings", lines)
+    compare(group, "parameters", [describe(name, tensor) for name, tensor in named])
+
+
 def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
     """How the lists of the ranks differ from that of rank 0."""
     text = [f"ranks have different {what}:"]
@@ -121,6 +132,28 @@ def broadcast_tensors(group: _core.Group, tensors: Iterable[Tensor], source: int
                 sizes = [tensor.numel() for tensor in pack]
                 for tensor, piece in zip(pack, torch.split(flat, sizes), strict=True):
                     tensor.copy_(piece.view(tensor.shape))
+
+
+def buffers_of(model: nn.Module, ignored: set[str]) -> list[tuple[str, Tensor]]:
+    """A model's buffers, but for those that are every rank's own."""
+    return [(name, tensor) for name, tensor in model.named_buffers() if name not in ignored]
+
+
+def hand_out(
+    group: _core.Group,
+    tensors: tuple[nn.Module, set[str], Named],
+    optimizer: torch.optim.Optimizer | None,
+    source: int,
+    carriage: Carriage,
+) -> None:
+    """Gives all ranks what `source` has: all of a model but what is every rank's own, the parameters that are trained,
+    and the optimizer's state of these."""
+    model, ignored, named = tensors
+    others = [(name, tensor) for name, tensor in model.named_parameters() if name not in ignored]
+    everything = {id(tensor): tensor for _, tensor in (*others, *buffers_of(model, ignored), *named)}
+    broadcast_tensors(group, everything.values(), source, carriage)
+    if optimizer is not None:
+        broadcast_optimizer(group, optimizer, source, [tensor for _, tensor in named], carriage)
 
 
 def reals(tensor: Tensor) -> Tensor:
@@ -220,7 +253,7 @@ def fill(entry: object, known: object, parameter: Tensor) -> object:
     return torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device if entry.beside else None)
 
 
-def compare_values(group: _core.Group, named: Sequence[tuple[str, Tensor]], step: int, *, working: bool = True) -> None:
+def compare_values(group: _core.Group, named: Named, step: int, *, working: bool = True) -> None:
     """Raises the same `Mismatch` on every rank, with the first tensor that drifted, unless all have the same bits.
 
     A rank that is not working only takes part: its parameters are old, and that is no drift.

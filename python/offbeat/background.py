@@ -88,25 +88,16 @@ class BackgroundReplica:
     def _begin(self, *, synchronize: bool) -> None:
         """Makes ranks agree, and prepares the core. The thread starts at the first safe point."""
         owners.claim(self, self._named)
-        agreement.refuse_sparse(self._named)
-        devices.refuse_elsewhere(self._named)
-        device = devices.of(self._named)
-        devices.agree(device)
+        device = devices.agreed(self._named)
         for name, tensor in self._named:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
                 raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try float32")
         parameters = [tensor for _, tensor in self._named]
         group = self._group = runtime.current().lanes(flat=False)[0]
-        lines = [f"algorithm {self.algorithm}", agreement.describe_optimizer(self.optimizer)]
-        agreement.compare(group, "settings", lines)
-        agreement.compare(group, "parameters", [agreement.describe(name, tensor) for name, tensor in self._named])
+        agreement.compare_model(group, self.algorithm, self.optimizer, self._named)
         if synchronize:
-            ignored = agreement.left_out(self.model)
-            buffers = [(name, tensor) for name, tensor in self.model.named_buffers() if name not in ignored]
-            others = [(name, tensor) for name, tensor in self.model.named_parameters() if name not in ignored]
-            everything = {id(tensor): tensor for _, tensor in (*others, *buffers, *self._named)}
-            agreement.broadcast_tensors(group, everything.values(), 0, devices.Home())
-            agreement.broadcast_optimizer(group, self.optimizer, 0, parameters, devices.Home())
+            tensors = (self.model, agreement.left_out(self.model), self._named)
+            agreement.hand_out(group, tensors, self.optimizer, 0, devices.Home())
         method, arguments = self.algorithm.method()
         period = self.algorithm.pace
         self._snapshots = Snapshots(group, parameters, method, arguments, period=period, device=device)

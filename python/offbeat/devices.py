@@ -187,6 +187,15 @@ def connect(device: Device | None, group: _core.Group) -> Home | Carriage:
     return Home() if device is None else Carriage(device, group)
 
 
+def agreed(named: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = ()) -> Device | None:
+    """The device of a model, after all ranks have found that theirs can be exchanged, and that they have the same."""
+    agreement.refuse_sparse([*named, *buffers])
+    refuse_elsewhere([*named, *buffers])
+    device = of(named)
+    agree(device)
+    return device
+
+
 def agree(device: Device | None) -> None:
     """Raises the same `Mismatch` on every rank unless all train on GPUs, or all on the CPU."""
     agreement.compare(

@@ -60,7 +60,7 @@ class Line:
         """Nothing is exchanged any more."""
         self.disconnect()
         self.exchanging = False
-        self.arrived.clear()
+        self.drop()
 
     def begin(self, held: bool | None = None) -> bool:
         """At the first gradient of a backward: whether gradients are exchanged. `held` is what the forward said whose

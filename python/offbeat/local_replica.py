@@ -60,7 +60,7 @@ class LocalReplica(replica.Replica):
             return
         self._averages = bool(self.algorithm.steps()) and several_on_a_host(self.group)
         number = functools.partial(next, replica._numbers)
-        self.weights = Weights(sync, self.algorithm.name, self._active, self.bucket_bytes, number)
+        self.weights = Weights(sync, self.algorithm.name, self.gradients.named, self.bucket_bytes, number)
         self.weights.step = self.step
 
     def remove(self) -> None:
@@ -86,7 +86,7 @@ class LocalReplica(replica.Replica):
         before.remove()
         super().refresh(named)
         if self.weights is not None:
-            here = (self.algorithm.name, self.world, self.place)
+            here = self._author
             self.weights.load_state_dict(kept, here, here)
 
     # -- what happens in a step
@@ -100,7 +100,7 @@ class LocalReplica(replica.Replica):
         if self.weights is None:
             return False
         # backwards of one step are one exchange to the warm-up
-        self._running().resume(self.weights.step)
+        self.gradients.running().resume(self.weights.step)
         return self._averages or not self.weights.is_warm
 
     def step_begins(self, *_: object) -> None:
@@ -181,7 +181,7 @@ class LocalReplica(replica.Replica):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         if self.weights is not None:
-            saved_by, here = keeping.author(state), (self.algorithm.name, self.world, self.place)
+            saved_by, here = keeping.author(state), self._author
             saved = state.get("weights", {})
             taken = self.weights.load_state_dict(saved, saved_by, here)
             keeping.warn_of_reset(saved.get("kept", {}), taken, saved_by, here)

@@ -98,17 +98,16 @@ def divide(sizes: Sequence[int], fragments: int, *, cut: Sequence[bool] | None =
     may_cut = cut or [False] * len(sizes)
     # what cannot be cut goes first, and the others fill up what is left
     for tensor in sorted(range(len(sizes)), key=lambda tensor: (may_cut[tensor], -sizes[tensor], tensor)):
-        first, size = 0, sizes[tensor]
-        while first < size or first == size == 0:
+        last: int | None = None
+        # once at least: a tensor without elements is a piece too
+        while last != sizes[tensor]:
+            first = last or 0
             # where loads are equal the shorter list, so that none stays empty, also of tensors without elements
             least = min(range(fragments), key=lambda part: (loads[part], len(parts[part]), part))
             fits = (room - loads[least]) // GRAIN * GRAIN
-            last = first + fits if may_cut[tensor] and 0 < fits < size - first else size
+            last = first + fits if may_cut[tensor] and 0 < fits < sizes[tensor] - first else sizes[tensor]
             parts[least].append(Piece(tensor, first, last))
             loads[least] += last - first
-            if first == last:
-                break
-            first = last
     if not all(parts):
         filled = sum(map(bool, parts))
         raise InvalidArgument(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import agreement, devices, hooks, keeping, memory, runtime, trace
+from . import devices, hooks, keeping, memory, runtime, trace
 from .errors import NonFinite, PeerFailed, PeerLost
 from .steps import Parameter
 from .survivors import Survivors
@@ -38,7 +38,7 @@ class Fragment:
         self.scheduler = core.scheduler(
             lanes,
             number,
-            [(name, hooks.elements(p), hooks.rows(p), agreement.dtype_of(p)) for name, p in named],
+            memory.listed(named),
             what="weights",
             when=sync.when,
             every=sync.every,
@@ -48,16 +48,9 @@ class Fragment:
             bucket_bytes=bucket_bytes,
             carrier=self._carriage.carrier,
         )
-        places: dict[int, Tensor] = {}
         # The parameters of each bucket, in the order in which buckets go out.
-        self._buckets: list[list[int]] = []
-        for shown, slots in self.scheduler.buckets():
-            flat = memory.shown(shown)
-            for index, offset in slots:
-                places[index] = hooks.places(flat, named[index][1], offset)
-            self._buckets.append([index for index, _ in slots])
+        self.places, self._buckets = memory.spread(self.scheduler, self.parameters)
         trace.names[number] = [", ".join(self.names[index] for index in bucket) for bucket in self._buckets]
-        self.places = [places[index] for index in range(len(self.names))]
 
     @property
     def parameters(self) -> list[Tensor]:

@@ -49,10 +49,9 @@ def build(folder: Path = FOLDER) -> Path:
         compile_double(folder, "libnccl.so.2", ["libnccl.cpp", "double.h"], ["-l:libcuda.so.1"])
         sources = [*shim.SHIM.glob("*.?pp"), *shim.KERNELS.glob("*.cu*")]
         if is_older(folder / "kernels.so", sources):
-            objects = shim.objects(folder / "objects", "library")
-            shim.link(
-                objects, folder / "kernels.so", ["-shared", f"-L{folder}", "-Wl,--no-as-needed", "-l:libcuda.so.1"]
-            )
+            needs = [f"-L{folder}", "-l:libcuda.so.1"]
+            built = shim.link("kernels", shim.objects("library"), ["-shared", "-Wl,--no-as-needed"], *needs)
+            shutil.copy(built, folder / "kernels.so.part").rename(folder / "kernels.so")
     return folder
 
 

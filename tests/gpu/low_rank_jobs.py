@@ -1,5 +1,8 @@
 """Jobs for the kernels of low rank, and rust/core/src/codec/low_rank.rs in numpy, with sums in its order."""
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from gpu import golden, reference
 from gpu.codec_jobs import TILE_TYPE, TYPES, counter
@@ -301,8 +304,8 @@ def orthonormal_job() -> Job:
     return job
 
 
-def low_rank_jobs(dtypes=tuple(TYPES), skews=(0, 1), shapes=None) -> list[tuple[str, Job]]:
+def low_rank_jobs(dtypes=tuple(TYPES), skews=(0, 1), shapes=None) -> list[tuple[str, Callable[[], Job]]]:
     # of matrices with odd columns some rows are where wide accesses are made, whatever the skew
     cases = [(dtype, skew) for dtype in dtypes for skew in skews if skew or dtype == "f32"]
-    jobs = [(f"low_rank {dtype}", low_rank_job(dtype, skew, shapes)) for dtype, skew in cases]
-    return [*jobs, ("orthonormal columns", orthonormal_job())]
+    jobs = [(f"low_rank {dtype}", partial(low_rank_job, dtype, skew, shapes)) for dtype, skew in cases]
+    return [*jobs, ("orthonormal columns", orthonormal_job)]

@@ -9,7 +9,9 @@ A file of tests/gpu/mutants is a patch. Before it stand the story, and how it is
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from gpu import codec_jobs, low_rank_jobs, step_jobs, top_k_jobs
@@ -20,42 +22,56 @@ FOLDER = Path(__file__).resolve().parent / "mutants"
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
 FILES = {"cast.cu": ["float16", "bfloat16"], "min_max8.cu": ["minmax8"], "int4.cu": ["int4"], "qsgd.cu": ["qsgd"],
          "one_bit.cu": ["onebit"]}  # fmt: skip
+# a job's name, and what makes it
+Named = tuple[str, Callable[[], Job]]
 ELEMENTWISE = {"momentum.cu": step_jobs.momentum_job, "outer.cu": step_jobs.outer_job}
 
 
-def codec_jobs_of(codec: str) -> list[tuple[str, Job]]:
-    jobs = [(f"{codec} {dtype}", codec_jobs.codec_job(codec, dtype, skew=skew)) for dtype in TYPES for skew in (0, 1)]
-    jobs.append((f"{codec} average", codec_jobs.average_job(codec, 3)))
-    jobs.append((f"{codec} average of one", codec_jobs.average_job(codec, 1, with_residual=False)))
+def codec_jobs_of(codec: str) -> list[Named]:
+    one, average = codec_jobs.codec_job, codec_jobs.average_job
+    jobs = [(f"{codec} {dtype}", partial(one, codec, dtype, skew=skew)) for dtype in TYPES for skew in (0, 1)]
+    jobs.append((f"{codec} average", partial(average, codec, 3)))
+    jobs.append((f"{codec} average of one", partial(average, codec, 1, with_residual=False)))
     return jobs
 
 
-def top_k_jobs_of() -> list[tuple[str, Job]]:
-    jobs = [(f"top_k {dtype}", top_k_jobs.top_k_job(dtype, fed, tile, skew))
+def top_k_jobs_of() -> list[Named]:
+    jobs = [(f"top_k {dtype}", partial(top_k_jobs.top_k_job, dtype, fed, tile, skew))
             for dtype in TYPES for fed, tile, skew in ((False, 16384, 0), (True, 256, 1))]  # fmt: skip
-    return [*jobs, ("top_k of equal values", top_k_jobs.hard_job()), ("strangers", top_k_jobs.stranger_job())]
+    return [*jobs, ("top_k of equal values", top_k_jobs.hard_job), ("strangers", top_k_jobs.stranger_job)]
 
 
-def all_jobs() -> list[tuple[str, Job]]:
+def values_jobs() -> list[Named]:
+    jobs = [(f"divide {dtype}", partial(codec_jobs.divide_job, dtype, skew)) for dtype in TYPES for skew in (0, 1)]
+    mix = codec_jobs.mix_job
+    jobs += [(f"mix {pair}", partial(mix, *pair, weighted)) for pair in codec_jobs.MIXES for weighted in (False, True)]
+    return [*jobs, ("counted", codec_jobs.counted_job)]
+
+
+def families() -> dict[str, list[Named]]:
     """Everything, on all golden vectors."""
-    jobs = [job for codec in CODECS for job in codec_jobs_of(codec)]
-    jobs += [(f"divide {dtype}", codec_jobs.divide_job(dtype, skew)) for dtype in TYPES for skew in (0, 1)]
-    jobs += [
-        (f"mix {pair}", codec_jobs.mix_job(*pair, weighted)) for pair in codec_jobs.MIXES for weighted in (False, True)
-    ]
-    jobs += [job for one in ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one)]
-    jobs += [job for codec in (*CODECS, step_jobs.PLAIN) for job in step_jobs.replicas_jobs(codec)]
-    return [*jobs, ("counted", codec_jobs.counted_job()), *top_k_jobs_of(), *low_rank_jobs.low_rank_jobs()]
+    return {
+        "codecs": [job for codec in CODECS for job in codec_jobs_of(codec)],
+        "values": values_jobs(),
+        "steps": [job for one in ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one)],
+        "copies": [job for codec in (*CODECS, step_jobs.PLAIN) for job in step_jobs.replicas_jobs(codec)],
+        "top_k": top_k_jobs_of(),
+        "low_rank": low_rank_jobs.low_rank_jobs(),
+    }
 
 
-def race_jobs(kernel: str | None = None) -> list[tuple[str, Job]]:
+def all_jobs() -> list[Named]:
+    return [job for family in families().values() for job in family]
+
+
+def race_jobs(kernel: str | None = None) -> list[Named]:
     """Little work that makes threads meet: the thread sanitizer is slow, and values do not matter to it."""
     jobs = []
     for file, codecs in FILES.items():
         if kernel in (None, file):
             cases = ["odd_length", "not_finite"] if file == "one_bit.cu" else ["odd_length"]
-            jobs += [(f"{codec}", codec_jobs.codec_job(codec, "f32", cases, tile=4096)) for codec in codecs]
-            jobs += [(f"{codec} average", codec_jobs.average_job(codec, 3, cases)) for codec in codecs]
+            jobs += [(f"{codec}", partial(codec_jobs.codec_job, codec, "f32", cases, tile=4096)) for codec in codecs]
+            jobs += [(f"{codec} average", partial(codec_jobs.average_job, codec, 3, cases)) for codec in codecs]
             jobs += [job for codec in codecs for job in step_jobs.replicas_jobs(codec, ["f32"], [0], cases)]
     meets = {"dtypes": ["f32"], "skews": [0], "cases": ["odd_length", "not_finite"]}
     for file, job in ELEMENTWISE.items():
@@ -63,9 +79,10 @@ def race_jobs(kernel: str | None = None) -> list[tuple[str, Job]]:
     if kernel in (None, "replicas.cu"):
         jobs += step_jobs.replicas_jobs(step_jobs.PLAIN, **meets)
     if kernel in (None, "top_k.cu"):
-        jobs.append(("top_k", top_k_jobs.top_k_job("f32", True, 1024, cases=["odd_length", "not_finite"])))
+        job = partial(top_k_jobs.top_k_job, "f32", True, 1024, cases=["odd_length", "not_finite"])
+        jobs.append(("top_k", job))
     if kernel in (None, "low_rank.cu"):
-        jobs.append(("low_rank", low_rank_jobs.low_rank_job("f32", shapes=[(130, 9, 2)])))
+        jobs.append(("low_rank", partial(low_rank_jobs.low_rank_job, "f32", shapes=[(130, 9, 2)])))
     return jobs
 
 
@@ -89,7 +106,7 @@ class Mutant:
             shutil.copy(path, folder)
         subprocess.run(["patch", "-p2", "--quiet", "--fuzz=0", "-d", str(folder), "-i", str(self.path)], check=True)
 
-    def jobs(self) -> list[tuple[str, Job]]:
+    def jobs(self) -> list[Named]:
         if self.check == "thread":
             return race_jobs(self.kernel)
         if self.kernel == "top_k.cu":

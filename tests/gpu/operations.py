@@ -238,10 +238,7 @@ def load(grid, one):
     where = grid.address(one.args[1])
 
     def run(mask):
-        if space == "global":
-            memory, at = grid.global_view(where(), mask, dtype, len(names), "read")
-        else:
-            memory, at = grid.shared_view(where(), mask, dtype, len(names), True)
+        memory, at = grid.view(space, where(), mask, dtype, len(names), "read")
         for number, write in enumerate(writes):
             got = np.zeros(grid.count, dtype)
             got[mask] = memory[at + number]
@@ -266,10 +263,7 @@ def store(grid, one):
     dtype = np.dtype(f"u{bits // 8}") if wider else values[0].dtype
 
     def run(mask):
-        if space == "global":
-            memory, at = grid.global_view(where(), mask, dtype, len(names), "written")
-        else:
-            memory, at = grid.shared_view(where(), mask, dtype, len(names), False)
+        memory, at = grid.view(space, where(), mask, dtype, len(names), "written")
         for number, value in enumerate(values):
             whole = np.broadcast_to(value, (grid.count,))
             memory[at + number] = whole[mask].astype(dtype) if mask is not True else whole.astype(dtype)
@@ -287,11 +281,8 @@ def atomic(grid, one):
 
     def run(mask):
         # what was there before is given to nobody: a register that is read without it is an error
-        if space == "global":
-            memory, at = grid.global_view(where(), mask, np.uint32, 1, "read")
-            grid.global_view(where(), mask, np.uint32, 1, "written")
-        else:
-            memory, at = grid.shared_view(where(), mask, np.uint32, 1, True)
+        memory, at = grid.view(space, where(), mask, np.uint32, 1, "read")
+        grid.view(space, where(), mask, np.uint32, 1, "written")
         np.add.at(memory, at, by[mask] if mask is not True else by)
 
     return run

@@ -256,6 +256,12 @@ class Grid:
         self.traffic[what] += size * len(np.unique(block << 40 | at))
         self.traffic[f"{what} sectors"] += SECTOR * len(np.unique(block << 40 | at // SECTOR))
 
+    def view(self, space: str, at, mask, dtype, width: int, what: str):
+        """What is "read" or "written" by active threads: a memory as numbers of a type, and places in it."""
+        if space == "global":
+            return self.global_view(at, mask, dtype, width, what)
+        return self.shared_view(at, mask, dtype, width, what == "read")
+
     def global_view(self, at, mask, dtype, width: int, what: str):
         """Checked addresses of active threads, as places in the memory seen as numbers of a type."""
         mine = at if mask is True else at[mask]

@@ -1,6 +1,8 @@
 """Jobs for the kernels of steps that are no codec's own: momentum, outer steps, and copies of peers. The arithmetic is
 that of rust/core/src/algorithm, in numpy."""
 
+from functools import partial
+
 import numpy as np
 from gpu import golden, reference
 from gpu.codec_jobs import TILE, TYPES, Layout, counter, f32, grid, u32, u64
@@ -230,12 +232,12 @@ def hear_job(codec: str, dtype: str, skew: int = 0, cases=None) -> Job:
     return bucket.job
 
 
-def replicas_jobs(codec: str, dtypes=tuple(TYPES), skews=(0, 1), cases=None) -> list[tuple[str, Job]]:
+def replicas_jobs(codec: str, dtypes=tuple(TYPES), skews=(0, 1), cases=None) -> list[tuple[str, partial]]:
     return [
-        (f"{codec} {job.__name__} {dtype}", job(codec, dtype, skew, cases))
+        (f"{codec} {job.__name__} {dtype}", partial(job, codec, dtype, skew, cases))
         for job in (tell_job, hear_job) for dtype in dtypes for skew in skews
     ]  # fmt: skip
 
 
-def elementwise_jobs(job, dtypes=tuple(TYPES), skews=(0, 1), cases=None) -> list[tuple[str, Job]]:
-    return [(f"{job.__name__} {dtype}", job(dtype, skew, cases)) for dtype in dtypes for skew in skews]
+def elementwise_jobs(job, dtypes=tuple(TYPES), skews=(0, 1), cases=None) -> list[tuple[str, partial]]:
+    return [(f"{job.__name__} {dtype}", partial(job, dtype, skew, cases)) for dtype in dtypes for skew in skews]

@@ -2,6 +2,7 @@
 mathematics allows: every value, residual and record once."""
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -222,7 +223,10 @@ def calls() -> list[tuple]:
 
 
 def all_rows(module: Module) -> list[Row]:
-    rows = [row for call, *arguments in calls() for row in call(module, *arguments)]
-    # kernels of top-k that know no type come once for each
-    seen = set()
+    return distinct(call(module, *arguments) for call, *arguments in calls())
+
+
+def distinct(every: Iterable[list[Row]]) -> list[Row]:
+    """Kernels of top-k that know no type come once for each."""
+    rows, seen = [row for some in every for row in some], set()
     return [row for row in rows if "top_k" not in row.kernel or (row.kernel not in seen and not seen.add(row.kernel))]

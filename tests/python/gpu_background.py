@@ -3,8 +3,7 @@
 import contextlib
 
 import torch
-from gpu_training import differences, make, step
-from standin import Double, in_place_of_a_gpu
+from gpu_training import end, kept_by, make, names_of, step
 
 import offbeat
 
@@ -18,40 +17,15 @@ def begin(algorithm, dtype=torch.float32, *, seed=0, staleness=0):
     return model, optimizer
 
 
-def end(optimizer):
-    """Nobody leaves while others still need it for a step."""
-    offbeat.barrier()
-    optimizer.remove()
-
-
-def kept(state):
-    """What was kept, in order: labels, and numbers."""
-    entries = [(name, label) for name, of in sorted(state.get("kept", {}).items()) for label in sorted(of)]
-    return entries, [state["kept"][name][label] for name, label in entries]
-
-
 def train(algorithm, dtype=torch.float32, steps=STEPS):
     """Weights after each step, and what was kept."""
     model, optimizer = begin(algorithm, dtype)
     seen = [step(model, optimizer, number) for number in range(steps)]
-    names, numbers = kept(optimizer.state_dict()["offbeat"])
+    kept = kept_by(optimizer)
     stats = offbeat.stats()["models"][0]
     counted = [stats["syncs"], stats["background"]["staleness"], stats["background"]["spread"]]
     end(optimizer)
-    return [*seen, numbers], (names, counted)
-
-
-def compare(cases):
-    """Trains with each (algorithm, dtype) on both paths. Gives a double that was used and is not left behind yet."""
-    double = Double()
-    for algorithm, dtype in cases:
-        usual, words = train(algorithm, dtype)
-        with in_place_of_a_gpu(double):
-            found, others = train(algorithm, dtype)
-        wrong = differences(usual, found)
-        assert not wrong, f"other bits: {algorithm} of {dtype}, (step, tensor) {wrong[:10]}"
-        assert words == others, (words, others)
-    return double
+    return [*seen, [kept[name][label] for name, label in names_of(kept)]], (names_of(kept), counted)
 
 
 @contextlib.contextmanager

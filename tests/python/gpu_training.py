@@ -3,6 +3,9 @@
 import contextlib
 import dataclasses
 import gc
+import io
+import os
+import sys
 
 import torch
 from standin import Double, in_place_of_a_gpu
@@ -78,12 +81,30 @@ class Model(nn.Module):
         return self.spare(x) if spare else x
 
 
+def chosen_by(algorithm):
+    """An algorithm by its name, or by the text that makes one."""
+    known = vars(offbeat.algorithms) | {"Coded": Coded, "Warm": Warm, "Vote": Vote}
+    return eval(algorithm, known) if "(" in algorithm else algorithm
+
+
+def make_small(algorithm):
+    """An optimizer of ten tensors that are one bucket, and a function that makes a step."""
+    model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(5)))
+    adam = torch.optim.Adam(model.parameters(), lr=1e-7)
+    optimizer = offbeat.DistributedOptimizer(adam, model, chosen_by(algorithm))
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.ones(4, 40)).mean().backward()
+        optimizer.step()
+
+    return optimizer, step
+
+
 def make(algorithm, dtype=torch.float32, *, seed=0, bucket_bytes=8000):
     """A model and its optimizer. Ranks begin with different values, and get rank 0's."""
     torch.manual_seed(seed + offbeat.rank())
-    model = Model(dtype)
-    known = vars(offbeat.algorithms) | {"Coded": Coded, "Warm": Warm, "Vote": Vote}
-    chosen = eval(algorithm, known) if "(" in algorithm else algorithm
+    model, chosen = Model(dtype), chosen_by(algorithm)
     plain = dtype is not torch.float32 and not isinstance(chosen, offbeat.algorithms.QAdam)
     # with an eps that float16 has
     optimizer = (
@@ -109,19 +130,27 @@ def step(model, optimizer, number):
 
 
 def train(algorithm, dtype=torch.float32, steps=STEPS):
-    """Gradients and weights after each step, and what was kept."""
+    """Gradients and weights after each step and what was kept, and the names of the latter."""
     model, optimizer = make(algorithm, dtype)
     seen = [step(model, optimizer, number) for number in range(steps)]
     kept = kept_by(optimizer)
     optimizer.remove()
-    seen.append([whole(kept[name][label], label) for name in sorted(kept) for label in sorted(kept[name])])
-    return seen
+    seen.append([whole(kept[name][label], label) for name, label in names_of(kept)])
+    return seen, names_of(kept)
 
 
 def kept_by(optimizer):
+    return kept_in(optimizer.state_dict())
+
+
+def kept_in(state):
     """What steps keep, of gradients and of weights; never of both."""
-    state = optimizer.state_dict()["offbeat"]
-    return state.get("kept", {}) | state.get("weights", {}).get("kept", {})
+    ours = state["offbeat"]
+    return ours.get("kept", {}) | ours.get("weights", {}).get("kept", {})
+
+
+def names_of(kept):
+    return [(name, label) for name in sorted(kept) for label in sorted(kept[name])]
 
 
 def whole(kept, label):
@@ -150,39 +179,137 @@ def bits(tensor):
     )
 
 
-def compare(cases):
-    """Trains with each (algorithm, dtype) on both paths. Gives a double that was used and is not left behind yet."""
+def compare(cases, schedules=(None,), train=train):
+    """Trains with each (algorithm, dtype) on both paths, on that of the GPU on each schedule of streams; None: as they
+    happen to run. Gives a double that was used and is not left behind yet."""
     double = Double()
     for algorithm, dtype in cases:
-        usual = train(algorithm, dtype)
-        with in_place_of_a_gpu(double):
-            found = train(algorithm, dtype)
-        wrong = differences(usual, found)
-        assert not wrong, f"other bits: {algorithm} of {dtype}, (step, tensor) {wrong[:10]}"
+        usual, words = train(algorithm, dtype)
+        for lazy in schedules:
+            case = f"{algorithm} of {dtype}" + ("" if lazy is None else f", lazy {lazy:b}")
+            # for the report of a job that hangs
+            print(case, flush=True)
+            if lazy is not None:
+                double.schedule(lazy)
+            with in_place_of_a_gpu(double):
+                found, others = train(algorithm, dtype)
+            wrong = differences(usual, found)
+            assert not wrong, f"other bits: {case}, (step, tensor) {wrong[:10]}"
+            assert words == others, (case, words, others)
     return double
 
 
 def both():
-    """A script of ranks: trains with algorithms on both paths, and compares bits."""
+    """A script of ranks: trains with algorithms on both paths, and compares bits. Its arguments are types, algorithms,
+    and schedules of streams if there are any."""
     import sys
 
+    import gpu_background
+    import gpu_training
     import torch
-    from gpu_training import compare, leave
 
     import offbeat
 
     offbeat.init(timeout=20.0)
-    dtype = getattr(torch, sys.argv[1])
-    leave(compare([(algorithm, dtype) for algorithm in sys.argv[2:]]))
+    types, *rest = sys.argv[1:]
+    schedules = [int(one) for one in rest if one.isdigit()]
+    algorithms = [one for one in rest if not one.isdigit()]
+    background = algorithms[0].startswith("Async")
+    cases = [(algorithm, getattr(torch, dtype)) for dtype in types.split(",") for algorithm in algorithms]
+    train = gpu_background.train if background else gpu_training.train
+    gpu_training.leave(gpu_training.compare(cases, schedules or [None], train))
 
 
-def leave(double):
-    """Ends in good order: nothing may be left."""
+def forgetful():
+    """A script of ranks: trains on both paths, on that of the GPU with the wrong stream somewhere or without waits, and
+    says whether it shows."""
+    import contextlib
+    import sys
+
+    import gpu_background
+    import gpu_training
+    from standin import Double, in_place_of_a_gpu
+
+    import offbeat
+
+    offbeat.init(timeout=5.0)
+    algorithm, where, forgotten = sys.argv[1:]
+    of = gpu_background if algorithm.startswith("Async") else gpu_training
+    usual, double = of.train(algorithm), Double()
+    if forgotten:
+        double.forget(forgotten, ours=True, times=10**6)
+    with in_place_of_a_gpu(double), of.elsewhere(double, where) if where else contextlib.nullcontext():
+        shows = gpu_training.differences(usual[0], of.train(algorithm)[0])
+        print("other bits" if shows else "the same bits", flush=True)
+
+
+def end(optimizer):
+    """Nobody leaves while others still need it for a step."""
+    offbeat.barrier()
+    optimizer.remove()
+
+
+def run(double, algorithm, parts, begin=make):
+    """The weights after training in parts, such as "gpu:3,cpu:6": a path, and the step before which it ends. Each part
+    has a model and an optimizer of its own, which go on from the checkpoint of the one before."""
+    file, number = None, 0
+    for part in parts.split(","):
+        path, stop = part.split(":")
+        with in_place_of_a_gpu(double) if path == "gpu" else contextlib.nullcontext():
+            model, optimizer = begin(algorithm, seed=0 if file is None else 9)
+            if file is not None:
+                loaded = torch.load(file, weights_only=True)
+                model.load_state_dict(loaded["model"])
+                optimizer.load_state_dict(loaded["optimizer"])
+                assert names_of(kept_in(loaded["optimizer"])) == names_of(kept_by(optimizer)), (algorithm, parts)
+            while number < int(stop):
+                step(model, optimizer, number)
+                number += 1
+            file = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+            file.seek(0)
+            end(optimizer)
+    return [bits(tensor).clone() for tensor in model.state_dict().values()]
+
+
+def stopped():
+    """A script of ranks: training that is stopped goes on to the bit. Its arguments are ways to the same end, as `run`
+    takes them, and algorithms."""
+    import sys
+
+    import gpu_background
+    import gpu_training
+    import torch
+    from standin import Double
+
+    import offbeat
+
+    offbeat.init(timeout=20.0)
+    double = Double()
+    ways, *algorithms = sys.argv[1:]
+    for algorithm in algorithms:
+        begin = gpu_background.begin if algorithm.startswith("Async") else gpu_training.make
+        usual, *others = ways.split()
+        wanted = gpu_training.run(double, algorithm, usual, begin)
+        for way in others:
+            found = gpu_training.run(double, algorithm, way, begin)
+            same = [torch.equal(a, b) for a, b in zip(wanted, found, strict=True)]
+            assert all(same), (algorithm, way, same)
+    gpu_training.leave(double)
+
+
+def leave(double, *, whole=False):
+    """Ends the rank in good order: nothing may be left. Only the `whole` end takes the interpreter apart, which has to
+    free all that torch has ever imported and takes longer than most of these trainings."""
     # an error that was caught holds on to where it came from
     gc.collect()
     offbeat.shutdown()
     left = double.left()
     assert left == 0, f"{left} things of the device were left behind"
+    if not whole:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 
 
 @contextlib.contextmanager

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 import time
 
 import torch
-from gpu_training import differences, make, step
+from gpu_training import differences, make, names_of, step
 from standin import Double, in_place_of_a_gpu
 from torch import nn
 
@@ -25,7 +26,7 @@ def trained(algorithm, forget):
     seen = [step(model, optimizer, number) for number in range(3)]
     # what every rank keeps for itself
     kept = optimizer.state_dict()["offbeat"].get("kept", {})
-    seen.append([kept[name][label] for name in sorted(kept) for label in sorted(kept[name])])
+    seen.append([kept[name][label] for name, label in names_of(kept)])
     optimizer.remove()
     return seen
 
@@ -34,8 +35,7 @@ def training(algorithm, wait, whose, before):
     """Trains on both paths, on that of the GPU without a wait."""
 
     def forget():
-        if wait:
-            double.forget(wait, ours=whose == "ours", before=int(before))
+        double.forget(wait, ours=whose == "ours", before=int(before))
 
     usual, double = trained(algorithm, lambda: None), Double()
     with in_place_of_a_gpu(double):
@@ -43,6 +43,20 @@ def training(algorithm, wait, whose, before):
             noticed = bool(differences(usual, trained(algorithm, forget)))
         except offbeat.errors.OffbeatError:
             noticed = True
+    say(noticed)
+
+
+def undisturbed(*algorithms):
+    """Trains with each on both paths and both schedules, with all waits."""
+    double, noticed = Double(), False
+    for algorithm in algorithms:
+        usual = trained(algorithm, lambda: None)
+        for lazy in (LAZY_TORCH, LAZY_OURS):
+            double.schedule(lazy)
+            with in_place_of_a_gpu(double):
+                if wrong := differences(usual, trained(algorithm, lambda: None)):
+                    print(algorithm, f"{lazy:b}", wrong, file=sys.stderr)
+                    noticed = True
     say(noticed)
 
 
@@ -57,7 +71,7 @@ def broadcast(whose):
         if whose != "nobody":
             double.forget("cuStreamWaitEvent", ours=whose == "ours")
         replica = optimizer._offbeat.replica
-        replica._carriage.broadcast(replica.group, tensor, 1)
+        replica.gradients.carriage.broadcast(replica.group, tensor, 1)
         say(not torch.equal(tensor, torch.full((1000,), 2.0)))
 
 

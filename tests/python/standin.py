@@ -50,6 +50,13 @@ class Double:
         self.call("cuStreamCreateWithPriority", ctypes.byref(stream), 0, 0)
         return stream
 
+    def schedule(self, lazy: int) -> None:
+        """Begins anew with a schedule: torch's stream is the first, the next ones are of the next model."""
+        self.drain()
+        self.cuda.fakecuda_schedule(ctypes.c_long(lazy))
+        # those before it stay until the end: models that are gone may still give something back there
+        self.streams.insert(0, self.new_stream())
+
     def call(self, name: str, *arguments) -> None:
         code = getattr(self.cuda, name)(*arguments)
         assert code == 0, f"{name}: {code}"

@@ -26,6 +26,12 @@ impl Layout {
         Layout { hosts: (0..ranks.len()).map(|member| vec![member]).collect() }
     }
 
+    /// The layout of a group whose members are numbered host by host, on hosts of so many.
+    pub fn of_sizes(sizes: &[usize]) -> Self {
+        let mut next = 0..;
+        Layout { hosts: sizes.iter().map(|size| next.by_ref().take(*size).collect()).collect() }
+    }
+
     /// The host of a member, and its seat there.
     pub fn seat(&self, member: usize) -> (usize, usize) {
         self.hosts
@@ -109,16 +115,14 @@ mod tests {
         fn every_element_has_one_carrier_on_every_host(
             sizes in proptest::collection::vec(1usize..5, 1..5), count in 0usize..500, align in 1usize..40,
         ) {
-            let mut next = 0..;
-            let hosts: Vec<Vec<usize>> = sizes.iter().map(|n| next.by_ref().take(*n).collect()).collect();
-            let layout = Layout { hosts: hosts.clone() };
+            let layout = Layout::of_sizes(&sizes);
             let mut at = 0;
             for part in layout.parts(count, align) {
                 prop_assert_eq!(part.range.start, at);
                 prop_assert!(part.range.end > at);
                 at = part.range.end;
                 prop_assert!(at == count || at.is_multiple_of(align));
-                for (carrier, host) in part.carriers.iter().zip(&hosts) {
+                for (carrier, host) in part.carriers.iter().zip(&layout.hosts) {
                     prop_assert!(host.contains(carrier));
                 }
             }

@@ -165,18 +165,13 @@ mod tests {
     use super::*;
     use offbeat_core::codec::KNOWN;
 
-    fn layout(sizes: &[usize]) -> Layout {
-        let mut next = 0..;
-        Layout { hosts: sizes.iter().map(|n| next.by_ref().take(*n).collect()).collect() }
-    }
-
     #[test]
     fn every_value_is_in_one_tile_of_one_tensor_and_records_do_not_overlap() {
         for codec in KNOWN {
             let block = codec.block().max(1);
             let spans = [0..700, (2 * block).max(1024)..9000.max(2 * block), 12_288..12_289];
             for sizes in [&[1, 1][..], &[1, 1, 1], &[2, 2], &[3, 2], &[1, 4, 2]] {
-                let plan = Plan::coded(&layout(sizes), 12_289, &spans, codec);
+                let plan = Plan::coded(&Layout::of_sizes(sizes), 12_289, &spans, codec);
                 let mut values: Vec<usize> = Vec::new();
                 let mut end = 0;
                 for segment in &plan.segments {
@@ -203,15 +198,15 @@ mod tests {
 
     #[test]
     fn hosts_share_the_summing_and_members_the_carrying() {
-        let plan = Plan::coded(&layout(&[2, 2]), 8192, &[], KNOWN[2]);
+        let plan = Plan::coded(&Layout::of_sizes(&[2, 2]), 8192, &[], KNOWN[2]);
         let owners: Vec<(usize, Vec<usize>)> = plan.segments.iter().map(|s| (s.owner, s.carriers.clone())).collect();
         assert_eq!(owners, [(0, vec![0, 2]), (1, vec![0, 2]), (0, vec![1, 3]), (1, vec![1, 3])]);
-        assert!(Plan::coded(&layout(&[1, 1]), 0, &[], KNOWN[2]).segments.is_empty());
+        assert!(Plan::coded(&Layout::of_sizes(&[1, 1]), 0, &[], KNOWN[2]).segments.is_empty());
     }
 
     #[test]
     fn placed_segments_keep_apart() {
-        let plan = Plan::plain(&layout(&[2, 1]), 3000);
+        let plan = Plan::plain(&Layout::of_sizes(&[2, 1]), 3000);
         let (placed, len) = places([(0, 1537), (1, 10)].into_iter());
         assert_eq!((placed.clone(), len), (vec![(0, 0), (1, 1552)], 1568));
         let tiles = plan.placed(&placed);

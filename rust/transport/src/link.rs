@@ -16,7 +16,7 @@ use crate::inbox::{Channel, Delivery, Switchboard};
 use crate::outbox::{Outgoing, write_frames};
 use crate::pool::Pool;
 use crate::roster::Roster;
-use crate::socket::Socket;
+use crate::socket::{Socket, mouthful};
 use crate::trace::{self, Recorder, Span, What};
 
 /// What the tasks of all links share.
@@ -213,7 +213,7 @@ async fn read_frame(socket: &Socket, hub: &Hub, peer: u32, received: &AtomicU64)
     let mut payload = hub.pool.take(length);
     while payload.len() < length {
         let left = length - payload.len();
-        socket.wake_for(left);
+        socket.wake_for(mouthful(length, left));
         if socket.read_some(&mut (&mut payload).limit(left)).await? == 0 {
             return Err(End::Io(ErrorKind::UnexpectedEof.into()));
         }

@@ -22,6 +22,9 @@ long fakecuda_alive(void);
 // or on any other, from the one after `before` of them on, so many times. An event has no stream here: null.
 void fakecuda_forget(const char *name, void *stream, int is_other, long before, long times);
 
+// Which of the streams that are made from now on are lazy, as FAKECUDA_SCHED says it (streams.h).
+void fakecuda_schedule(long lazy);
+
 // For the double of NCCL: memory of the device as the host sees it, or null if it is not so long; work on a stream; and
 // whether the work that is running waits for a peer.
 void *fakecuda_host(uint64_t address, size_t bytes);

@@ -467,4 +467,5 @@ int fakecuda_push(void *handle, void (*work)(void *), void *argument) {
     return OK;
 }
 void fakecuda_drain(void *handle) { if (Stream *stream = find(handle)) stream->drain(); }
+void fakecuda_schedule(long lazy) { Stream::set_schedule(lazy); }
 void fakecuda_waiting(int is) { Stream::set_waiting(is); }

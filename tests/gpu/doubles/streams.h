@@ -3,7 +3,8 @@
 // CUDA promises nothing about when a stream runs, only what it waits for. FAKECUDA_SCHED=k walks through what that permits:
 // the i-th stream (in the order of creation, modulo 8) is lazy if bit i of k is set, and runs a piece of work only when
 // somebody waits for it; all others are eager, and have run it before the call returns, unless it waits itself. A wait that
-// was forgotten shows for some k. Without the variable streams run as threads happen to.
+// was forgotten shows for some k. Without the variable streams run as threads happen to. fakecuda_schedule(k) says so for the
+// streams that are made from then on, of which the next one is the first.
 #pragma once
 
 #include <atomic>
@@ -72,18 +73,27 @@ class Stream {
         }
     }
 
+    // What streams are like that are made from now on.
+    static void set_schedule(long lazy) {
+        schedule().lazy = lazy;
+        schedule().made = 0;
+        schedule().is_on = true;
+    }
+
     void *const context;
 
   private:
-    static bool is_scheduled() {
-        static const bool is = getenv("FAKECUDA_SCHED") != nullptr;
-        return is;
+    struct Schedule {
+        std::atomic<bool> is_on{getenv("FAKECUDA_SCHED") != nullptr};
+        std::atomic<long> lazy{setting("FAKECUDA_SCHED", 0)};
+        std::atomic<int> made{0};
+    };
+    static Schedule &schedule() {
+        static Schedule schedule;
+        return schedule;
     }
-    static bool next_is_lazy() {
-        static const long lazy = setting("FAKECUDA_SCHED", 0);
-        static std::atomic<int> made{0};
-        return lazy >> (made++ % 8) & 1;
-    }
+    static bool is_scheduled() { return schedule().is_on; }
+    static bool next_is_lazy() { return schedule().lazy >> (schedule().made++ % 8) & 1; }
     static Stream *&current() {
         static thread_local Stream *stream = nullptr;
         return stream;

@@ -76,6 +76,26 @@ struct Block {
 thread_local Block *block;
 thread_local Fiber *fiber;
 
+// Stacks of the fibers of a thread. They are kept from one block to the next: new ones cost a page fault each.
+struct Stacks {
+    char *start = nullptr;
+    size_t bytes = 0;
+    char *of(uint32_t threads) {
+        if (STACK * threads <= bytes) return start;
+        release();
+        void *room = mmap(nullptr, STACK * threads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (room == MAP_FAILED) abort();
+        bytes = STACK * threads;
+        return start = (char *)room;
+    }
+    void release() {
+        if (start) munmap(start, bytes);
+        start = nullptr, bytes = 0;
+    }
+    ~Stacks() { release(); }
+};
+thread_local Stacks kept;
+
 [[noreturn]] void fail(const char *what) {
     fprintf(stderr, "shim: %s (block %u, thread %u)\n", what, block->index, fiber ? fiber->number : ~0u);
     abort();
@@ -207,9 +227,7 @@ std::vector<uint32_t> order_of(uint32_t count, uint32_t turn) {
 }
 
 void run_block(uint32_t index, uint32_t threads, const std::function<void()> &body) {
-    const size_t bytes = STACK * threads;
-    char *stacks = (char *)mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (stacks == MAP_FAILED) abort();
+    char *stacks = kept.of(threads);
     Block b{};
     b.index = index;
     b.body = &body;
@@ -236,7 +254,6 @@ void run_block(uint32_t index, uint32_t threads, const std::function<void()> &bo
 #if defined(__SANITIZE_THREAD__)
     for (Fiber &one : b.fibers) __tsan_destroy_fiber(one.tsan);
 #endif
-    munmap(stacks, bytes);
 }
 
 } // namespace

@@ -5,6 +5,7 @@ where none does; nothing left behind. Ranks that are lost: `test_async_failures.
 
 import pytest
 from gpu import building
+from gpu_training import both, forgetful, stopped
 from support import told
 
 pytestmark = [
@@ -20,21 +21,8 @@ CODED = [
     "AsyncServer(staleness=0, codec='minmax8')",
     "AsyncServer(staleness=0, codec='qsgd', feedback=False)",
 ]
+PATHS = [("gpu", "gpu"), ("gpu", "cpu"), ("cpu", "gpu")]
 WARM = ["AsyncModelAverage(warmup_steps=2)", "AsyncModelAverage(codec='onebit', warmup_steps=3)"]
-
-
-def both():
-    import sys
-
-    import torch
-    from gpu_background import compare
-    from gpu_training import leave
-
-    import offbeat
-
-    offbeat.init(timeout=20.0)
-    dtype = getattr(torch, sys.argv[1])
-    leave(compare([(algorithm, dtype) for algorithm in sys.argv[2:]]))
 
 
 @pytest.mark.parametrize("hosts", ["ab", "aa", "abc", "aabb"])
@@ -46,34 +34,13 @@ def test_after_a_warmup_too(train):
     train(both, "ab", "float32", *WARM)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_other_floats_too(train, dtype):
-    train(both, "ab", dtype, PLAIN[0], CODED[1], CODED[2])
+def test_other_floats_too(train):
+    train(both, "ab", "float16,bfloat16,float64", PLAIN[0], CODED[1], CODED[2])
 
 
-# the first stream is torch's, the second is of the first model, and so on
-@pytest.mark.parametrize("lazy", [0b00000000, 0b00000001, 0b11111110, 0b11111111, 0b01010101, 0b10101010])
-def test_every_schedule_of_streams_gives_the_same_bits(train, lazy):
-    train(both, "ab", "float32", PLAIN[0], CODED[1], CODED[2], WARM[0], FAKECUDA_SCHED=lazy)
-
-
-def forgetful():
-    import contextlib
-    import sys
-
-    from gpu_background import elsewhere, train
-    from gpu_training import differences
-    from standin import Double, in_place_of_a_gpu
-
-    import offbeat
-
-    offbeat.init(timeout=5.0)
-    algorithm, where, forgotten = sys.argv[1:]
-    usual, double = train(algorithm), Double()
-    if forgotten:
-        double.forget(forgotten, ours=True, times=10**6)
-    with in_place_of_a_gpu(double), elsewhere(double, where) if where else contextlib.nullcontext():
-        print("other bits" if differences(usual[0], train(algorithm)[0]) else "the same bits", flush=True)
+# the first stream is torch's, the second ours
+def test_every_schedule_of_streams_gives_the_same_bits(train):
+    train(both, "ab", "float32", PLAIN[0], CODED[1], CODED[2], WARM[0], *range(8))
 
 
 # the first stream is torch's, the second the idle one if there is one, the next ours
@@ -96,8 +63,7 @@ def counted():
     import sys
     import time
 
-    import torch
-    from gpu_training import leave
+    from gpu_training import end, leave, make_small
     from standin import Double, in_place_of_a_gpu
 
     import offbeat
@@ -105,27 +71,22 @@ def counted():
     offbeat.init(timeout=20.0)
     double = Double()
     with in_place_of_a_gpu(double):
-        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(5)))
-        algorithm = eval(sys.argv[1], vars(offbeat.algorithms))
-        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model, algorithm)
+        optimizer, step = make_small(sys.argv[1])
         before = double.counts()
 
         def spent():
             return {name: count - before[name] for name, count in double.counts().items() if count > before[name]}
 
-        end = time.monotonic() + 30
-        while offbeat.stats()["models"][0]["syncs"] < 20 and time.monotonic() < end:
-            optimizer.zero_grad()
-            model(torch.ones(4, 40)).mean().backward()
-            optimizer.step()
+        until = time.monotonic() + 30
+        while offbeat.stats()["models"][0]["syncs"] < 20 and time.monotonic() < until:
+            step()
             # from the first step on: nothing but copies, with a mark before and one after each
             assert set(spent()) <= {"cuEventCreate", "cuMemcpyHtoDAsync_v2"}, spent()
             time.sleep(0.001)
         rounds = offbeat.stats()["models"][0]["syncs"]
         assert rounds >= 20
         assert spent()["cuEventCreate"] <= 4 * (rounds + 2), (spent(), rounds)
-        offbeat.barrier()
-        optimizer.remove()
+        end(optimizer)
     leave(double)
 
 
@@ -135,64 +96,10 @@ def test_no_step_waits_for_the_device(train, algorithm, lazy):
     train(counted, "ab", algorithm, FAKECUDA_SCHED=lazy)
 
 
-def resumed():
-    """Begins on one path and goes on on the other, both ways: as if it had never stopped."""
-    import io
-    import sys
-
-    import torch
-    from gpu_background import begin, end, kept
-    from gpu_training import bits, leave, step
-    from standin import Double, in_place_of_a_gpu
-
-    import offbeat
-
-    offbeat.init(timeout=20.0)
-    double = Double()
-    for algorithm in sys.argv[1:]:
-        model, optimizer = begin(algorithm)
-        for number in range(8):
-            step(model, optimizer, number)
-        usual = [tensor.clone() for tensor in model.state_dict().values()]
-        end(optimizer)
-
-        def save(stop, seed, algorithm=algorithm):
-            model, optimizer = begin(algorithm, seed=seed)
-            for number in range(stop):
-                step(model, optimizer, number)
-            file = io.BytesIO()
-            torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict()}, file)
-            end(optimizer)
-            return file
-
-        def go_on(stop, file, algorithm=algorithm, usual=usual):
-            model, optimizer = begin(algorithm, seed=9)
-            file.seek(0)
-            saved = torch.load(file, weights_only=True)
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(saved["optimizer"])
-            names = [kept(state)[0] for state in (saved["optimizer"]["offbeat"], optimizer.state_dict()["offbeat"])]
-            assert names[0] == names[1]
-            for number in range(stop, 8):
-                step(model, optimizer, number)
-            same = [torch.equal(bits(a), bits(b)) for a, b in zip(usual, model.state_dict().values(), strict=True)]
-            assert all(same), (algorithm, stop, same)
-            end(optimizer)
-
-        for stop in (0, 1, 5):
-            with in_place_of_a_gpu(double):
-                file = save(stop, 0)
-                go_on(stop, file)
-            go_on(stop, file)
-            file = save(stop, 0)
-            with in_place_of_a_gpu(double):
-                go_on(stop, file)
-    leave(double)
-
-
 @pytest.mark.parametrize("lazy", [0b00000000, 0b11111111])
 def test_checkpoints_go_from_one_path_to_the_other(train, lazy):
-    job = train(resumed, "aab", CODED[0], CODED[1], CODED[2], WARM[0], FAKECUDA_SCHED=lazy)
+    ways = [f"{first}:{stop},{then}:8" for stop in (0, 1, 5) for first, then in PATHS]
+    job = train(stopped, "aab", " ".join(["cpu:8", *ways]), CODED[0], CODED[1], CODED[2], WARM[0], FAKECUDA_SCHED=lazy)
     assert all("begin anew" not in rank.err for rank in job.ranks), job.report()
 
 
@@ -267,8 +174,8 @@ def test_no_nccl_is_needed(train):
     def script():
         import os
 
-        from gpu_background import begin, end
-        from gpu_training import make, step
+        from gpu_background import begin
+        from gpu_training import end, make, step
         from standin import Double, in_place_of_a_gpu
         from support import fails
 

@@ -4,7 +4,7 @@ that are not finite."""
 
 import pytest
 from gpu import building
-from gpu_training import IN_ORDER, LAYOUTS, both
+from gpu_training import IN_ORDER, LAYOUTS, both, stopped
 
 pytestmark = [
     pytest.mark.skipif(building.missing() is not None, reason=str(building.missing())),
@@ -12,6 +12,7 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 
+SHORT = "float16,bfloat16"
 OF_MOMENTUM = [
     "Warm(warmup_steps=2)",
     "Warm(warmup_steps=2, codec='int4')",
@@ -69,16 +70,14 @@ def test_selected_training_has_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", *SELECTED, *warm)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_short_floats_too(train, dtype):
-    train(both, "ab", dtype, *PLAIN_AT_FIRST, *PLAIN_WEIGHTS[:1], CODED_WEIGHTS[1])
-    train(both, "abc", dtype, *OF_COPIES[:1], *OF_COPIES[2:4])
+def test_short_floats_too(train):
+    train(both, "ab", SHORT, *PLAIN_AT_FIRST, *PLAIN_WEIGHTS[:1], CODED_WEIGHTS[1])
+    train(both, "abc", SHORT, *OF_COPIES[:1], *OF_COPIES[2:4])
 
 
 @pytest.mark.parametrize("layout", ["alone on a host", "two each"])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_selected_short_floats_too(train, layout, dtype):
-    train(both, LAYOUTS[layout], dtype, "TopK(ratio=0.1)")
+def test_selected_short_floats_too(train, layout):
+    train(both, LAYOUTS[layout], SHORT, "TopK(ratio=0.1)")
 
 
 @pytest.mark.parametrize("layout", IN_ORDER)
@@ -86,9 +85,8 @@ def test_factored_training_has_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", *FACTORED)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_factored_short_floats_too(train, dtype):
-    train(both, "ab", dtype, "PowerSGD(rank=2)")
+def test_factored_short_floats_too(train):
+    train(both, "ab", SHORT, "PowerSGD(rank=2)")
 
 
 @pytest.mark.parametrize("layout", ["alone on a host", "three hosts", "three and one"])
@@ -96,108 +94,35 @@ def test_functions_of_the_users_have_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", "Vote()")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
-def test_functions_take_what_the_steps_beside_them_take(train, dtype):
-    train(both, "ab", dtype, "Vote(codec=None)")
+def test_functions_take_what_the_steps_beside_them_take(train):
+    train(both, "ab", "float64,bfloat16", "Vote(codec=None)")
 
 
-@pytest.mark.parametrize("lazy", [0b000, 0b001, 0b010, 0b100, 0b110, 0b111])
-def test_steps_that_keep_something_on_every_schedule(train, lazy):
-    train(both, "ab", "float32", OF_MOMENTUM[1], *PLAIN_WEIGHTS, *CODED_WEIGHTS[1:], OF_COPIES[0], FAKECUDA_SCHED=lazy)
-
-
-def resumed():
-    import sys
-
-    import torch
-    from gpu_training import bits, leave, make, step
-    from standin import Double, in_place_of_a_gpu
-
-    import offbeat
-
-    offbeat.init(timeout=20.0)
-    double = Double()
-    with in_place_of_a_gpu(double):
-        for algorithm in sys.argv[1:]:
-            model, optimizer = make(algorithm)
-            for number in range(6):
-                if number == 3:
-                    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    torch.save(saved, f"saved{offbeat.rank()}.pt")
-                step(model, optimizer, number)
-            usual = [tensor.clone() for tensor in model.state_dict().values()]
-            optimizer.remove()
-            model, optimizer = make(algorithm, seed=9)
-            loaded = torch.load(f"saved{offbeat.rank()}.pt", weights_only=True)
-            model.load_state_dict(loaded["model"])
-            optimizer.load_state_dict(loaded["optimizer"])
-            for number in range(3, 6):
-                step(model, optimizer, number)
-            same = [torch.equal(bits(a), bits(b)) for a, b in zip(usual, model.state_dict().values(), strict=True)]
-            assert all(same), (algorithm, same)
-            optimizer.remove()
-    leave(double)
+# the first stream is torch's, the second is of gradients, the third of weights
+def test_steps_that_keep_something_on_every_schedule(train):
+    weights = [*PLAIN_WEIGHTS, *CODED_WEIGHTS[1:], OF_COPIES[0]]
+    train(both, "ab", "float32", OF_MOMENTUM[1], *weights, *range(8), timeout=200)
 
 
 def test_a_run_that_was_stopped_goes_on_to_the_bit(train):
-    train(resumed, "ab", *PLAIN_AT_FIRST, *PLAIN_WEIGHTS, *CODED_WEIGHTS)
-    train(resumed, "abc", *OF_COPIES)
+    train(stopped, "ab", "gpu:6 gpu:3,gpu:6", *PLAIN_AT_FIRST, *PLAIN_WEIGHTS, *CODED_WEIGHTS)
+    train(stopped, "abc", "gpu:6 gpu:3,gpu:6", *OF_COPIES)
 
 
 @pytest.mark.parametrize("layout", ["alone on a host", "two each"])
 def test_a_run_goes_on_with_what_was_left_of_gradients(train, layout):
     selected = ["TopK(ratio=0.1)", "TopK(ratio=0.1, warmup_steps=2)"]
-    train(resumed, LAYOUTS[layout], "ByteGrad(feedback=True)", "qsgd", *selected, "PowerSGD(rank=2)", "Vote()")
-
-
-def moved():
-    """A checkpoint of one path is gone on with on the other: the bits of a run on one of them."""
-    import contextlib
-    import sys
-
-    import torch
-    from gpu_training import bits, leave, make, step
-    from standin import Double, in_place_of_a_gpu
-
-    import offbeat
-
-    offbeat.init(timeout=20.0)
-    double = Double()
-
-    def on(place):
-        return in_place_of_a_gpu(double) if place == "gpu" else contextlib.nullcontext()
-
-    for algorithm in sys.argv[1:]:
-        ends = {}
-        for first, second in (("cpu", "cpu"), ("cpu", "gpu"), ("gpu", "cpu")):
-            with on(first):
-                model, optimizer = make(algorithm)
-                for number in range(4):
-                    step(model, optimizer, number)
-                saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save(saved, f"moved{offbeat.rank()}.pt")
-                optimizer.remove()
-            with on(second):
-                model, optimizer = make(algorithm, seed=9)
-                loaded = torch.load(f"moved{offbeat.rank()}.pt", weights_only=True)
-                model.load_state_dict(loaded["model"])
-                optimizer.load_state_dict(loaded["optimizer"])
-                for number in range(4, 7):
-                    step(model, optimizer, number)
-                ends[first, second] = [bits(tensor).clone() for tensor in model.state_dict().values()]
-                optimizer.remove()
-        for path, end in ends.items():
-            same = [torch.equal(a, b) for a, b in zip(ends["cpu", "cpu"], end, strict=True)]
-            assert all(same), (algorithm, path, same)
-    leave(double)
+    others = ["ByteGrad(feedback=True)", "qsgd", "PowerSGD(rank=2)", "Vote()"]
+    train(stopped, LAYOUTS[layout], "gpu:6 gpu:3,gpu:6", *others, *selected)
 
 
 def test_checkpoints_move_between_cpu_and_gpu(train):
     # without residuals of codecs, which lie with other ranks there
-    train(moved, "ab", "QAdam(warmup_steps=2)", *PLAIN_WEIGHTS, CODED_WEIGHTS[2], "TopK(ratio=0.1)", "Vote(codec=None)")
+    ways = "cpu:7 cpu:4,gpu:7 gpu:4,cpu:7"
+    some = ["QAdam(warmup_steps=2)", *PLAIN_WEIGHTS, CODED_WEIGHTS[2], "TopK(ratio=0.1)", "Vote(codec=None)"]
     # the second of them begins to factor after that
-    train(moved, "ab", "PowerSGD(rank=2)", "PowerSGD(rank=1, warmup_steps=5)")
-    train(moved, "abc", *OF_COPIES)
+    train(stopped, "ab", ways, *some, "PowerSGD(rank=2)", "PowerSGD(rank=1, warmup_steps=5)")
+    train(stopped, "abc", ways, *OF_COPIES)
 
 
 def non_finite_weights():

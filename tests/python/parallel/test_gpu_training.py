@@ -4,7 +4,7 @@ behind. Steps that keep something: `test_gpu_steps.py`; waits: `test_gpu_waits.p
 
 import pytest
 from gpu import building
-from gpu_training import IN_ORDER, LAYOUTS, both
+from gpu_training import IN_ORDER, LAYOUTS, both, forgetful
 from support import told
 
 pytestmark = [
@@ -28,9 +28,8 @@ def test_coded_training_has_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", *(CODED if len(LAYOUTS[layout]) > 2 else [*CODED, "Coded('int4')"]))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_short_floats_too(train, dtype):
-    train(both, "ab", dtype, "bytegrad", "Coded('onebit')")
+def test_short_floats_too(train):
+    train(both, "ab", "float16,bfloat16", "bytegrad", "Coded('onebit')")
 
 
 @pytest.mark.parametrize("layout", IN_ORDER)
@@ -42,36 +41,16 @@ def test_four_hosts(train):
     train(both, "abcd", "float32", "allreduce", "bytegrad", "Decentralized()")
 
 
-# the first stream is torch's, the others are ours
-@pytest.mark.parametrize("lazy", [0b00000000, 0b00000001, 0b11111110, 0b11111111])
-def test_every_schedule_of_streams_gives_the_same_bits(train, lazy):
-    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", "powersgd", "Vote()", FAKECUDA_SCHED=lazy)
-
-
-# torch's, that of gradients and that of weights
-@pytest.mark.parametrize("lazy", range(8))
-def test_exchanges_of_weights_on_every_schedule(train, lazy):
-    train(both, "ab", "float32", "LocalSGD(every=2, warmup_steps=2)", FAKECUDA_SCHED=lazy)
-
-
-def forgetful():
-    import sys
-
-    from gpu_training import differences, elsewhere, train
-    from standin import Double, in_place_of_a_gpu
-
-    import offbeat
-
-    offbeat.init(timeout=20.0)
-    usual, double = train("allreduce"), Double()
-    with in_place_of_a_gpu(double), elsewhere(double, sys.argv[1]):
-        print("other bits" if differences(usual, train("allreduce")) else "the same bits", flush=True)
+# the first stream is torch's, the second is of gradients, the third of weights
+def test_every_schedule_of_streams_gives_the_same_bits(train):
+    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", "powersgd", "Vote()", *range(4))
+    train(both, "ab", "float32", "LocalSGD(every=2, warmup_steps=2)", *range(8))
 
 
 # the first stream is torch's, the second the idle one, the third ours: where both are lazy nobody makes ours run
 @pytest.mark.parametrize(("where", "lazy"), [("before", 0b001), ("after", 0b110)])
 def test_a_wait_for_another_stream_is_found_by_a_schedule(train, where, lazy):
-    said = train(forgetful, "ab", where, check=False, FAKECUDA_SCHED=lazy)
+    said = train(forgetful, "ab", "allreduce", where, "", check=False, FAKECUDA_SCHED=lazy)
     # what was not waited for may also run when its memory is long gone
     found = [rank.out.startswith("other bits") or (rank.code or 0) < 0 for rank in said.ranks]
     assert any(found), said.report()
@@ -80,29 +59,16 @@ def test_a_wait_for_another_stream_is_found_by_a_schedule(train, where, lazy):
 def counted():
     import sys
 
-    import torch
-    from gpu_training import leave
+    from gpu_training import leave, make_small
     from standin import Double, in_place_of_a_gpu
 
     import offbeat
 
     offbeat.init(timeout=20.0)
+    algorithm, kernels, groups = sys.argv[1], *map(int, sys.argv[2:])
     double = Double()
     with in_place_of_a_gpu(double):
-        model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(5)))
-        name, kernels, groups = sys.argv[1], *map(int, sys.argv[2:])
-        known = {
-            "qadam": offbeat.algorithms.QAdam(warmup_steps=1),
-            "diloco": offbeat.algorithms.DiLoCo(every=1, codec="minmax8"),
-        }
-        optimizer = torch.optim.Adam(model.parameters(), lr=1e-7)
-        offbeat.DistributedOptimizer(optimizer, model, known.get(name, name))
-
-        def step():
-            optimizer.zero_grad()
-            model(torch.ones(4, 40)).mean().backward()
-            optimizer.step()
-
+        optimizer, step = make_small(algorithm)
         for _ in range(3):
             step()
         assert len(optimizer._offbeat.replica.plan()) == 1, "ten tensors in one bucket"
@@ -112,7 +78,7 @@ def counted():
         spent = {name: count - before[name] for name, count in double.counts().items()}
         assert [spent.pop("kernels"), spent.pop("groups")] == [10 * kernels, 10 * groups], spent
         # of P and of Q
-        assert spent.pop("ncclAllReduce") == (20 if name == "powersgd" else 0), spent
+        assert spent.pop("ncclAllReduce") == (20 if algorithm == "powersgd" else 0), spent
         # a mark before and one after
         assert spent.pop("cuEventCreate") == 20, spent
         assert not any(spent.values()), spent
@@ -120,24 +86,25 @@ def counted():
     leave(double)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "kernels", "groups"),
-    [
-        # encode, decode-add-encode, decode; to who sums and back
-        ("bytegrad", 3, 2),
-        # the same between momentum and gradient, and between difference and outer step
-        ("qadam", 5, 2),
-        ("diloco", 5, 2),
-        # selecting takes ten, then the lists of two hosts and the division; lists to each other
-        ("topk", 13, 1),
-        # tell and hear; to the peers
-        ("low_precision_decentralized", 2, 1),
-        # where Q begins, P, what is whole; P orthonormal, Q; whether that is finite, the product, what is whole
-        ("powersgd", 8, 2),
-    ],
-)
-def test_a_step_is_few_launches_and_the_host_waits_for_nothing(train, algorithm, kernels, groups):
-    train(counted, "ab", algorithm, kernels, groups)
+# kernels and exchanges of a step
+COUNTS = {
+    # encode, decode-add-encode, decode; to who sums and back
+    "bytegrad": (3, 2),
+    # the same between momentum and gradient, and between difference and outer step
+    "QAdam(warmup_steps=1)": (5, 2),
+    "DiLoCo(every=1, codec='minmax8')": (5, 2),
+    # selecting takes ten, then the lists of two hosts and the division; lists to each other
+    "topk": (13, 1),
+    # tell and hear; to the peers
+    "low_precision_decentralized": (2, 1),
+    # where Q begins, P, what is whole; P orthonormal, Q; whether that is finite, the product, what is whole
+    "powersgd": (8, 2),
+}
+
+
+@pytest.mark.parametrize("algorithm", COUNTS)
+def test_a_step_is_few_launches_and_the_host_waits_for_nothing(train, algorithm):
+    train(counted, "ab", algorithm, *COUNTS[algorithm])
 
 
 def failing():
@@ -293,7 +260,7 @@ def non_finite():
         # who selects counts its own
         assert max(offbeat.all_gather_object(offbeat.stats()["models"][0]["coding"]["non_finite"])) > 0
         optimizer.remove()
-    leave(double)
+    leave(double, whole=True)
 
 
 @pytest.mark.parametrize("algorithm", ["bytegrad", "topk", "powersgd"])

@@ -4,6 +4,8 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 from conftest import clean_environment
@@ -81,12 +83,24 @@ def run(arguments, folder, nccl, env):
     return subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, timeout=100)
 
 
+def attempt(case, folder, doubles):
+    cuda, nccl, env, _ = CASES[case]
+    library(folder, "libcuda.so.1", cuda, doubles)
+    path = library(folder, "libnccl.so.2", nccl, doubles)
+    return run(["-c", SCRIPT], folder, path, env)
+
+
+@pytest.fixture(scope="module")
+def attempts(tmp_path_factory, doubles):
+    """All cases, as many at once as there are processors: each imports torch."""
+    folders = [tmp_path_factory.mktemp("case") for _ in CASES]
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        return dict(zip(CASES, threads.map(partial(attempt, doubles=doubles), CASES, folders), strict=True))
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_a_missing_library_is_told_in_one_line_and_the_cpu_works(tmp_path, doubles, case):
-    cuda, nccl, env, words = CASES[case]
-    library(tmp_path, "libcuda.so.1", cuda, doubles)
-    path = library(tmp_path, "libnccl.so.2", nccl, doubles)
-    done = run(["-c", SCRIPT], tmp_path, path, env)
+def test_a_missing_library_is_told_in_one_line_and_the_cpu_works(attempts, case):
+    done, words = attempts[case], CASES[case][-1]
     assert done.returncode == 0, done.stdout + done.stderr
     assert "panic" not in done.stderr, done.stderr
     lines = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)

@@ -6,18 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu import building, codec_jobs, golden, low_rank_jobs, mutants, reference, shim, step_jobs, top_k_jobs, traffic
+from gpu import building, checks, codec_jobs, golden, low_rank_jobs, mutants, reference, shim, top_k_jobs, traffic
+from gpu.checks import toolchain
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import canonical
 from gpu.ptx import Module
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path.insert(0, str(ROOT / "kernels"))
-import compile as toolchain  # noqa: E402
 
 can_build = pytest.mark.skipif(
     shutil.which("g++") is None or platform.machine() != "x86_64",
@@ -28,28 +28,20 @@ needs_nvrtc = pytest.mark.skipif(
     reason="NVRTC 12.0 is not installed; try: pip install nvidia-cuda-nvrtc-cu12==12.0.140",
 )
 needs_ptxas = pytest.mark.skipif(toolchain.find_ptxas() is None, reason="there is no ptxas; try: pip install triton")
-SANITIZERS = ["plain", "address", "thread"]
 # building takes its time where others build too
 slow_to_build = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def runners(tmp_path_factory):
-    """The runner for a sanitizer, built when it is first asked for."""
-    built = {}
-
-    def runner(sanitizer: str) -> Path:
-        if sanitizer not in built:
-            folder = tmp_path_factory.mktemp(sanitizer)
-            built[sanitizer] = shim.build(folder, None if sanitizer == "plain" else sanitizer)
-        return built[sanitizer]
-
-    return runner
+def workers():
+    """Processes for `gpu.checks`, one for each processor."""
+    with checks.workers() as pool:
+        yield pool
 
 
 @pytest.fixture(scope="module")
 def module() -> Module:
-    return Module(*toolchain.committed().values())
+    return checks.module()
 
 
 def test_the_reference_gives_the_golden_vectors():
@@ -79,63 +71,26 @@ def test_the_reference_gives_the_golden_vectors():
 
 @can_build
 @slow_to_build
-@pytest.mark.parametrize("sanitizer", ["plain", "address"])
-def test_sources_on_a_cpu(runners, sanitizer):
-    for name, job in mutants.all_jobs():
-        assert shim.faults(runners(sanitizer), job) == [], name
+@pytest.mark.parametrize("sanitizer", [None, "address"], ids=lambda sanitizer: sanitizer or "plain")
+def test_sources_on_a_cpu(workers, sanitizer):
+    assert checks.wrong(workers, partial(checks.on_a_cpu, shim.runner(sanitizer)), mutants.all_jobs()) == []
 
 
 @can_build
 @slow_to_build
-def test_no_races(runners):
-    for name, job in mutants.race_jobs():
-        assert shim.faults(runners("thread"), job) == [], name
+def test_no_races(workers):
+    assert checks.wrong(workers, partial(checks.on_a_cpu, shim.runner("thread")), mutants.race_jobs()) == []
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_committed_ptx_of_codecs(module, codec, dtype):
-    jobs = [codec_jobs.codec_job(codec, dtype, skew=skew) for skew in (0, 1)]
-    if dtype == "f32":
-        jobs += [codec_jobs.average_job(codec, 3), codec_jobs.average_job(codec, 1, with_residual=False)]
-    for job in jobs:
-        assert job.faults(module.run(job)) == []
+@slow_to_build
+@pytest.mark.parametrize("family", mutants.families())
+def test_committed_ptx(workers, family):
+    assert checks.wrong(workers, checks.as_ptx, mutants.families()[family]) == []
 
 
-@pytest.mark.parametrize("dtype", TYPES)
-def test_committed_ptx_of_the_rest(module, dtype):
-    jobs = [top_k_jobs.top_k_job(dtype, True, 512, 1), top_k_jobs.top_k_job(dtype, False), codec_jobs.divide_job(dtype)]
-    if dtype == "f32":
-        jobs += [top_k_jobs.hard_job(), top_k_jobs.stranger_job(), codec_jobs.counted_job()]
-        jobs += [codec_jobs.mix_job(*pair, weighted) for pair in codec_jobs.MIXES for weighted in (False, True)]
-    for job in jobs:
-        assert job.faults(module.run(job)) == []
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_committed_ptx_of_steps(module, dtype):
-    jobs = [job for one in mutants.ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one, [dtype])]
-    jobs += step_jobs.replicas_jobs(step_jobs.PLAIN, [dtype])
-    for name, job in jobs:
-        assert job.faults(module.run(job)) == [], name
-
-
-@pytest.mark.parametrize("dtype", TYPES)
-def test_committed_ptx_of_low_rank(module, dtype):
-    jobs = low_rank_jobs.low_rank_jobs([dtype], [1])
-    for name, job in jobs if dtype == "f32" else jobs[:1]:
-        assert job.faults(module.run(job)) == [], name
-
-
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("dtype", TYPES)
-def test_committed_ptx_of_replicas(module, codec, dtype):
-    for name, job in step_jobs.replicas_jobs(codec, [dtype], [0]):
-        assert job.faults(module.run(job)) == [], name
-
-
-def test_every_kernel_is_run_and_moves_little_more_than_it_must(module):
-    rows = traffic.all_rows(module)
+@slow_to_build
+def test_every_kernel_is_run_and_moves_little_more_than_it_must(workers, module):
+    rows = traffic.distinct(workers.map(checks.moved, traffic.calls()))
     assert {row.kernel for row in rows} == set(module.entries)
     assert [f"{row.kernel} {row.note}: {row.ratio:.3f}" for row in rows if not 1 <= row.ratio <= 1.1] == []
     columns = [line.split(" | ")[:5] for line in toolchain.documented().split("\n")[2:]]
@@ -150,9 +105,9 @@ def test_every_kernel_is_run_and_moves_little_more_than_it_must(module):
 
 @can_build
 @slow_to_build
-def test_ptx_has_the_signatures_of_the_sources(runners, module):
+def test_ptx_has_the_signatures_of_the_sources(module):
     """What is launched with addresses of arguments must have as many of the same sizes."""
-    listed = subprocess.run([runners("plain"), "--list"], check=True, capture_output=True, text=True).stdout
+    listed = subprocess.run([shim.runner(), "--list"], check=True, capture_output=True, text=True).stdout
     sizes = {line.split()[0]: [int(size) for size in line.split()[1:]] for line in listed.splitlines()}
     bytes_of = {"u32": 4, "f32": 4, "u64": 8}
     assert {name: [bytes_of[kind] for kind, _ in entry.params] for name, entry in module.entries.items()} == sizes
@@ -166,10 +121,11 @@ def test_the_readme_names_every_kernel(module):
 
 
 @needs_nvrtc
-def test_committed_ptx_is_what_the_sources_give():
-    nvrtc = toolchain.Nvrtc(toolchain.find_nvrtc())
-    assert nvrtc.version == toolchain.VERSION
-    given = toolchain.compiled(nvrtc)
+@slow_to_build
+def test_committed_ptx_is_what_the_sources_give(workers):
+    assert toolchain.Nvrtc(toolchain.find_nvrtc()).version == toolchain.VERSION
+    sources = toolchain.sources()
+    given = dict(zip((one.stem for one in sources), workers.map(checks.compiled, sources), strict=True))
     stale = [name for name in given | toolchain.committed() if given.get(name) != toolchain.committed().get(name)]
     assert stale == [], "try: make kernels"
     for text in given.values():
@@ -178,38 +134,34 @@ def test_committed_ptx_is_what_the_sources_give():
 
 
 @pytest.mark.skipif(toolchain.find_nvrtc(old=False) is None, reason="torch came without NVRTC 13")
-def test_a_new_nvrtc_takes_the_sources():
-    nvrtc = toolchain.Nvrtc(toolchain.find_nvrtc(old=False))
-    for source in toolchain.sources():
-        assert ".entry offbeat_" in nvrtc.compile(source, "compute_90")
+@slow_to_build
+def test_a_new_nvrtc_takes_the_sources(workers):
+    newest = partial(checks.compiled, old=False, architecture="compute_90")
+    assert all(".entry offbeat_" in text for text in workers.map(newest, toolchain.sources()))
 
 
 @needs_ptxas
 @slow_to_build
-def test_nothing_is_spilled():
-    for name, text in toolchain.committed().items():
-        for target in toolchain.TARGETS:
-            uses = toolchain.assemble(toolchain.find_ptxas(), text, target)
-            assert len(uses) == text.count(".entry"), (name, target)
-            assert {kernel: use for kernel, use in uses.items() if use.spilled} == {}, target
+def test_nothing_is_spilled(workers):
+    cases = [(name, target) for name in toolchain.committed() for target in toolchain.TARGETS]
+    for (name, target), uses in zip(cases, workers.map(checks.assembled, cases), strict=True):
+        assert len(uses) == toolchain.committed()[name].count(".entry"), (name, target)
+        assert {kernel: use for kernel, use in uses.items() if use.spilled} == {}, target
 
 
 @can_build
 @slow_to_build
-@pytest.mark.parametrize("mutant", mutants.found(), ids=lambda mutant: mutant.name)
-def test_faulty_kernels_are_refused(runners, tmp_path, mutant):
-    mutant.apply(tmp_path / "kernels")
-    runner = shim.rebuild(runners(mutant.check), tmp_path, mutant.sanitizer, tmp_path / "kernels", mutant.kernel)
-    caught = []
-    for _, job in mutant.jobs():
-        try:
-            caught += shim.faults(runner, job)
-        except shim.Stopped as stop:
-            caught.append(str(stop))
-        if caught:
-            break
-    assert caught, f"{mutant.name}: {mutant.story}, and nobody noticed"
-    assert re.search(mutant.symptom, caught[0]), caught[0]
+@pytest.mark.parametrize("check", ["plain", "address", "thread"])
+def test_faulty_kernels_are_refused(workers, check):
+    faulty = [mutant for mutant in mutants.found() if mutant.check == check]
+    unseen = []
+    for mutant, caught in zip(faulty, workers.map(checks.mutant, faulty), strict=True):
+        if caught is None:
+            unseen.append(f"{mutant.name}: {mutant.story}, and nobody noticed")
+        elif not re.search(mutant.symptom, caught):
+            unseen.append(f"{mutant.name}: {caught} and not {mutant.symptom}")
+    assert faulty
+    assert unseen == []
 
 
 @needs_nvrtc
@@ -218,7 +170,7 @@ def test_faulty_ptx_is_refused(tmp_path, name):
     """What only the device's own instructions show."""
     mutant = next(one for one in mutants.found(ptx=True) if one.name == name)
     mutant.apply(tmp_path / "kernels")
-    text = toolchain.Nvrtc(toolchain.find_nvrtc()).compile(tmp_path / "kernels" / mutant.kernel)
+    text = checks.compiled(tmp_path / "kernels" / mutant.kernel)
     job = codec_jobs.codec_job("float16", "f32")
     assert job.faults(Module(text).run(job)) != []
     assert np.isfinite(golden.values("ordinary")).all()

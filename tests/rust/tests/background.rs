@@ -334,6 +334,31 @@ fn a_rank_that_goes_in_the_middle_is_dropped_and_the_others_agree() {
     }
 }
 
+/// Nothing but the goodbye of who leaves says so here: its engine stays until the end, and every round waits for all members.
+#[test]
+fn who_leaves_in_good_order_is_waited_for_no_longer_than_its_letters_take() {
+    let rounds = setup(&["a", "a", "b", "c", "d"]).spawn(|rank| {
+        let method = Method::Server { codec: None, feedback: false, bounded: true };
+        let mut model = Model::new(rank, method, Duration::ZERO, vec![1.0; 4000]);
+        let mut seen = Vec::new();
+        // one leaves after each round, and the last two together
+        for round in 0..=rank.rank.min(3) {
+            model.weights.iter_mut().for_each(|x| *x += 1.0 + rank.rank as f32);
+            model.clock += 1;
+            assert!(model.round(), "round {round} of rank {}", rank.rank);
+            seen.push(model.weights.clone());
+        }
+        drop(model);
+        rank.engine().world().run(barrier(), None).unwrap();
+        seen
+    });
+    close(&rounds[4][0], &[4.0; 4000], 1e-5);
+    for (rank, seen) in rounds[..4].iter().enumerate() {
+        assert_eq!(seen.len(), rank + 1);
+        seen.iter().zip(&rounds[4]).for_each(|(theirs, last)| close(theirs, last, 1e-5));
+    }
+}
+
 #[test]
 fn two_threads_in_one_process_end_with_their_owners() {
     let alone = setup(&["a", "b"]).spawn(|rank| {

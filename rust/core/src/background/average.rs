@@ -59,11 +59,8 @@ impl Average {
     }
 
     fn find(&self, post: &Post, about: About, from: u32) -> Option<&Letter> {
-        let (epoch, round) = (post.epoch(), self.round);
-        self.letters.iter().find(|letter| {
-            let e = &letter.envelope;
-            (letter.from, e.about, e.epoch, e.round) == (from, about, epoch, round)
-        })
+        let wanted = Envelope::new(about, post.epoch(), self.round);
+        self.letters.iter().find(|letter| letter.is(from, &wanted))
     }
 
     /// Sums my part once everybody's share is there, and sends it to all.

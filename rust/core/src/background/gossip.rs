@@ -13,16 +13,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::keeping::{Kept, Room, Rounds};
-use super::modular::Modular;
-use super::post::{About, Envelope, Epoch, Letter, Post, bytes_of, floats};
+use super::post::{About, Envelope, Epoch, Letter, Post, take};
+use super::value::Value;
 use super::{Exchange, Outcome};
 use crate::coding::Tally;
 use crate::graph::Graph;
 
 pub(super) struct Gossip {
     graph: Graph,
-    modular: Option<Modular>,
-    tally: Arc<Tally>,
+    value: Value,
     /// The members of the rounds under way; those of the post may be fewer.
     living: Vec<usize>,
     epoch: Epoch,
@@ -31,8 +30,6 @@ pub(super) struct Gossip {
     /// The last list that each rank has left, how many rounds of it it began, and the list it went to.
     moved: BTreeMap<u32, (u64, u64, Epoch)>,
     active: Option<Active>,
-    /// What this rank's snapshot counts as in this round: rounded, if it was encoded.
-    own: Vec<f32>,
     theirs: Vec<f32>,
 }
 
@@ -48,15 +45,13 @@ impl Gossip {
     pub(super) fn new(members: &[u32], graph: Graph, count: usize, modular: bool, tally: Arc<Tally>) -> Self {
         Gossip {
             graph,
-            modular: modular.then(|| Modular::new(count)),
-            tally,
+            value: Value::new(count, modular, tally),
             living: members.iter().map(|rank| *rank as usize).collect(),
             epoch: Epoch::of(members),
             round: 0,
             letters: Vec::new(),
             moved: BTreeMap::new(),
             active: None,
-            own: vec![0.0; count],
             theirs: vec![0.0; count],
         }
     }
@@ -90,41 +85,25 @@ impl Gossip {
     }
 
     fn take(&mut self, about: About, from: u32) -> Option<Letter> {
-        let (epoch, round) = (self.epoch, self.round);
-        let at = self.letters.iter().position(|letter| {
-            let e = &letter.envelope;
-            (letter.from, e.about, e.epoch, e.round) == (from, about, epoch, round)
-        })?;
-        Some(self.letters.swap_remove(at))
+        let wanted = self.envelope(about);
+        take(&mut self.letters, from, &wanted)
     }
 
     /// Reads the peer's snapshot, if it has come.
     fn read(&mut self, post: &Post, peer: u32, active: &mut Active, snapshot: &[f32]) {
         while let Some(letter) = self.take(About::Value, peer) {
-            let clear = if letter.envelope.plain {
-                let right = letter.body.len() == self.theirs.len() * 4;
-                self.theirs.iter_mut().zip(floats(&letter.body)).for_each(|(out, x)| *out = x);
-                right
-            } else {
-                let (hash, out) = (letter.envelope.extra, &mut self.theirs);
-                self.tally.time(|| Modular::decode(&letter.body, hash, snapshot, out))
-            };
-            active.heard |= clear;
-            let about = if clear { About::Understood } else { About::Again };
-            if self.modular.is_some() {
-                post.send(peer, &self.envelope(about), &[]);
-            }
+            active.heard |= self.value.read(post, &letter, snapshot, &mut self.theirs);
         }
     }
 }
 
 impl Exchange for Gossip {
     fn save(&self, _: &[f32]) -> (u64, Vec<Kept>) {
-        (self.round, self.modular.as_ref().and_then(Modular::save).into_iter().collect())
+        (self.round, self.value.save())
     }
 
     fn room(&mut self, label: &str) -> Option<Room<'_>> {
-        self.modular.as_mut()?.room(label)
+        self.value.room(label)
     }
 
     fn go_on(&mut self, rounds: Rounds) {
@@ -166,19 +145,11 @@ impl Exchange for Gossip {
     fn begin(&mut self, post: &mut Post, snapshot: &[f32], _: u64) {
         self.catch_up(post);
         let peer = self.peer(post.me, self.round);
-        let coded = self.modular.is_some();
-        self.active = Some(Active { peer, heard: false, understood: !coded, asked_again: false });
+        let understood = !self.value.is_coded();
+        self.active = Some(Active { peer, heard: false, understood, asked_again: false });
         let Some(peer) = peer else { return };
         let envelope = self.envelope(About::Value);
-        let (own, tally) = (&mut self.own, &self.tally);
-        let modular = self.modular.as_ref().filter(|modular| modular.is_ready());
-        if let Some((body, hash)) = modular.and_then(|modular| tally.time(|| modular.encode(snapshot, own))) {
-            tally.add(snapshot.len() as u64 * 4, body.len() as u64, 0);
-            post.send(peer, &Envelope { extra: hash, plain: false, ..envelope }, &body);
-        } else {
-            own.copy_from_slice(snapshot);
-            post.send(peer, &envelope, bytes_of(snapshot));
-        }
+        self.value.send(post, &[peer], &envelope, snapshot);
     }
 
     fn advance(&mut self, post: &mut Post, snapshot: &[f32], delta: &mut [f32]) -> Outcome {
@@ -191,8 +162,7 @@ impl Exchange for Gossip {
         self.read(post, peer, &mut active, snapshot);
         if self.take(About::Again, peer).is_some() && !active.asked_again {
             active.asked_again = true;
-            self.tally.add(self.own.len() as u64 * 4, self.own.len() as u64 * 4, 0);
-            post.send(peer, &self.envelope(About::Value), bytes_of(&self.own));
+            self.value.send_in_full(post, peer, &self.envelope(About::Value));
         }
         active.understood |= self.take(About::Understood, peer).is_some();
         let here = post.living().binary_search(&peer).is_ok();
@@ -205,11 +175,9 @@ impl Exchange for Gossip {
             self.active = Some(active);
             return Outcome::Waiting;
         }
-        let pairs = self.theirs.iter().zip(&self.own);
+        let pairs = self.theirs.iter().zip(self.value.own());
         delta.iter_mut().zip(pairs).for_each(|(delta, (theirs, own))| *delta = (theirs - own) * 0.5);
-        if let Some(modular) = &mut self.modular {
-            modular.learn(&self.own, &self.theirs);
-        }
+        self.value.learn(&self.theirs);
         self.round += 1;
         let (epoch, round) = (self.epoch, self.round);
         self.letters.retain(|letter| letter.envelope.epoch != epoch || letter.envelope.round >= round);

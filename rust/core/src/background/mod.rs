@@ -22,6 +22,7 @@ mod post;
 mod server;
 mod shard;
 mod stepwise;
+mod value;
 mod worker;
 
 use std::ops::Range;

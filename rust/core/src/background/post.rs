@@ -3,8 +3,10 @@
 //! A letter belongs to no group: what is lost poisons nothing. It travels as frames of at most a chunk, in any order, and
 //! says for which members it was written. Members only ever become fewer, so of two lists the shorter is the newer.
 
+use std::cell::Cell;
 use std::collections::HashMap;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use offbeat_transport::frame::{FrameKind, Header, NOTE};
 use offbeat_transport::inbox::Delivery;
@@ -35,7 +37,7 @@ pub(super) enum About {
     Pull = 8,
     /// The sender has lost a member.
     Lost = 9,
-    /// The sender takes part no more.
+    /// The sender takes part no more; so many frames went before.
     Bye = 10,
     /// After a checkpoint was loaded: all that the sender has put into a shard, for its owner.
     Account = 11,
@@ -123,10 +125,46 @@ pub(super) struct Letter {
     pub(super) body: Vec<u8>,
 }
 
+impl Letter {
+    /// Whether it is the one from a rank that is about this, in this round of this list of members.
+    pub(super) fn is(&self, from: u32, wanted: &Envelope) -> bool {
+        let key = |envelope: &Envelope| (envelope.about, envelope.epoch, envelope.round);
+        self.from == from && key(&self.envelope) == key(wanted)
+    }
+}
+
+/// Takes the letter out of many that [`Letter::is`] the wanted one, if it has come.
+pub(super) fn take(letters: &mut Vec<Letter>, from: u32, wanted: &Envelope) -> Option<Letter> {
+    let at = letters.iter().position(|letter| letter.is(from, wanted))?;
+    Some(letters.swap_remove(at))
+}
+
 /// A letter of which not all frames have come.
 struct Partial {
     body: Vec<u8>,
     missing: usize,
+}
+
+/// How many frames came from a rank before it said goodbye, and how many there were, which that says: they overtake each
+/// other.
+#[derive(Clone, Copy, Debug, Default)]
+struct Came {
+    frames: u64,
+    all: Option<u64>,
+}
+
+impl Came {
+    fn take(&mut self, envelope: &Envelope) {
+        match envelope.about {
+            About::Bye => self.all = Some(envelope.extra),
+            _ => self.frames += 1,
+        }
+    }
+
+    /// Whether that is all there is; none before the goodbye.
+    fn is_all(&self) -> Option<bool> {
+        self.all.map(|all| self.frames >= all)
+    }
 }
 
 /// Sends and receives the letters of a model, and knows who is there.
@@ -139,13 +177,33 @@ pub(super) struct Post {
     living: Vec<u32>,
     epoch: Epoch,
     partial: HashMap<(u32, Envelope), Partial>,
+    /// Since when there are such, and for how long there were before.
+    receiving: Option<Instant>,
+    received: Duration,
+    /// Of each rank of the world: how many frames went there.
+    sent: Vec<Cell<u64>>,
+    came: Vec<Came>,
 }
 
 impl Post {
     /// For the members of a group. `longest` is the most that a letter may hold.
     pub(super) fn new(mesh: Arc<Mesh>, channel: u64, members: &[u32], chunk: usize, longest: usize) -> Self {
         let (me, living, epoch) = (mesh.me(), members.to_vec(), Epoch::of(members));
-        Post { mesh, me, channel, chunk, longest, living, epoch, partial: HashMap::new() }
+        let world = mesh.world() as usize;
+        Post {
+            mesh,
+            me,
+            channel,
+            chunk,
+            longest,
+            living,
+            epoch,
+            partial: HashMap::new(),
+            receiving: None,
+            received: Duration::ZERO,
+            sent: vec![Cell::new(0); world],
+            came: vec![Came::default(); world],
+        }
     }
 
     /// The members that are there, in ascending order, with this one.
@@ -175,6 +233,8 @@ impl Post {
         for (index, piece) in body.chunks(self.chunk).enumerate() {
             self.mesh.tell(to, Header { index: index as u32, ..header }, piece);
         }
+        let sent = &self.sent[to as usize];
+        sent.set(sent.get() + body.len().div_ceil(self.chunk).max(1) as u64);
     }
 
     /// A frame has come: the letter, if that was its last. Letters from ranks that are not members any more are dropped.
@@ -184,6 +244,7 @@ impl Post {
             return None;
         }
         let (envelope, bytes) = Envelope::open(&delivery.header)?;
+        self.came[from as usize].take(&envelope);
         if bytes > self.longest {
             log::warn!("a letter of {bytes} bytes from rank {from} was dropped: at most {} make sense", self.longest);
             return None;
@@ -197,11 +258,29 @@ impl Post {
         let partial = self.partial.entry((from, envelope)).or_insert_with(new);
         partial.body.get_mut(begin..begin + piece.len())?.copy_from_slice(piece);
         partial.missing = partial.missing.saturating_sub(piece.len());
-        if partial.missing > 0 {
-            return None;
+        let whole = (partial.missing == 0).then(|| self.partial.remove(&(from, envelope))).flatten();
+        self.keep_time();
+        whole.map(|partial| Letter { from, envelope, body: partial.body })
+    }
+
+    /// For how long long letters were on their way here since this was last asked: what exchanges cost the wire, also those
+    /// that others began. Waiting for somebody to write is not in it.
+    pub(super) fn time_receiving(&mut self) -> Duration {
+        self.keep_time();
+        std::mem::take(&mut self.received)
+    }
+
+    fn keep_time(&mut self) {
+        let now = Instant::now();
+        if let Some(since) = self.receiving {
+            self.received += now - since;
         }
-        let partial = self.partial.remove(&(from, envelope))?;
-        Some(Letter { from, envelope, body: partial.body })
+        self.receiving = (!self.partial.is_empty()).then_some(now);
+    }
+
+    /// Whether all has come that a rank wrote before it said goodbye; none if it has not.
+    pub(super) fn has_all_of(&self, rank: u32) -> Option<bool> {
+        self.came.get(rank as usize)?.is_all()
     }
 
     /// Goes on without a member, and tells the others so. False if it was none any more.
@@ -227,10 +306,11 @@ impl Post {
         }
     }
 
-    /// Tells the others that this rank takes part no more.
+    /// Tells the others that this rank takes part no more, and how much it has written to them before.
     pub(super) fn say_goodbye(&self) {
         for other in self.others() {
-            self.send(other, &Envelope::new(About::Bye, self.epoch, 0), &[]);
+            let before = self.sent[other as usize].get();
+            self.send(other, &Envelope { extra: before, ..Envelope::new(About::Bye, self.epoch, 0) }, &[]);
         }
     }
 }
@@ -265,6 +345,24 @@ mod tests {
             assert!(ranges.windows(2).all(|pair| pair[0].end == pair[1].start));
             assert!(ranges.iter().all(|range| range.start % grain == 0 || range.start == count));
         }
+    }
+
+    #[test]
+    fn all_has_come_when_the_goodbye_and_every_frame_before_it_have() {
+        let push = Envelope::new(About::Push, Epoch::default(), 0);
+        let bye = |before| Envelope { extra: before, ..Envelope::new(About::Bye, Epoch::default(), 0) };
+        let mut came = Came::default();
+        came.take(&push);
+        assert_eq!(came.is_all(), None, "it may write more");
+        // a goodbye on the first stream overtakes pieces of long letters on the others
+        came.take(&bye(3));
+        came.take(&push);
+        assert_eq!(came.is_all(), Some(false));
+        came.take(&push);
+        assert_eq!(came.is_all(), Some(true));
+        let mut silent = Came::default();
+        silent.take(&bye(0));
+        assert_eq!(silent.is_all(), Some(true), "who never wrote");
     }
 
     #[test]

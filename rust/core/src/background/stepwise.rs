@@ -15,16 +15,15 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::keeping::{Kept, Room, Rounds};
-use super::modular::Modular;
-use super::post::{About, Envelope, Epoch, Letter, Post, bytes_of, floats};
+use super::post::{About, Envelope, Epoch, Letter, Post, take};
+use super::value::Value;
 use super::{Exchange, Outcome};
 use crate::coding::Tally;
 use crate::graph::Graph;
 
 pub(super) struct Stepwise {
     graph: Graph,
-    modular: Option<Modular>,
-    tally: Arc<Tally>,
+    value: Value,
     /// The members of the rounds under way; those of the post may be fewer.
     living: Vec<u32>,
     epoch: Epoch,
@@ -35,8 +34,6 @@ pub(super) struct Stepwise {
     /// What the others were told of the rounds to come: nothing before the first, that this rank is in them, or rests.
     present: Option<bool>,
     meetings: Option<Vec<Meeting>>,
-    /// What this rank's snapshot counts as in this round: rounded, if it was encoded.
-    own: Vec<f32>,
 }
 
 /// What a round has to do with one peer.
@@ -86,8 +83,7 @@ impl Stepwise {
     pub(super) fn new(members: &[u32], graph: Graph, count: usize, modular: bool, tally: Arc<Tally>) -> Self {
         Stepwise {
             graph,
-            modular: modular.then(|| Modular::new(count)),
-            tally,
+            value: Value::new(count, modular, tally),
             living: members.to_vec(),
             epoch: Epoch::of(members),
             next: 0,
@@ -95,7 +91,6 @@ impl Stepwise {
             histories: BTreeMap::new(),
             present: None,
             meetings: None,
-            own: vec![0.0; count],
         }
     }
 
@@ -128,30 +123,15 @@ impl Stepwise {
     }
 
     fn take(&mut self, about: About, from: u32) -> Option<Letter> {
-        let (epoch, round) = (self.epoch, self.next);
-        let at = self.letters.iter().position(|letter| {
-            let e = &letter.envelope;
-            (letter.from, e.about, e.epoch, e.round) == (from, about, epoch, round)
-        })?;
-        Some(self.letters.swap_remove(at))
+        let wanted = self.envelope(about);
+        take(&mut self.letters, from, &wanted)
     }
 
     /// Reads a peer's snapshot, if it has come, and says whether it makes sense.
     fn read(&mut self, post: &Post, meeting: &mut Meeting, snapshot: &[f32]) {
         while let Some(letter) = self.take(About::Value, meeting.peer) {
             let mut theirs = vec![0.0; snapshot.len()];
-            let clear = if letter.envelope.plain {
-                theirs.iter_mut().zip(floats(&letter.body)).for_each(|(out, x)| *out = x);
-                letter.body.len() == snapshot.len() * 4
-            } else {
-                let hash = letter.envelope.extra;
-                self.tally.time(|| Modular::decode(&letter.body, hash, snapshot, &mut theirs))
-            };
-            if self.modular.is_some() {
-                let about = if clear { About::Understood } else { About::Again };
-                post.send(meeting.peer, &self.envelope(about), &[]);
-            }
-            if clear {
+            if self.value.read(post, &letter, snapshot, &mut theirs) {
                 meeting.theirs = Some(theirs);
             }
         }
@@ -163,8 +143,7 @@ impl Stepwise {
         self.read(post, meeting, snapshot);
         if self.take(About::Again, peer).is_some() && !meeting.asked_again {
             meeting.asked_again = true;
-            self.tally.add(self.own.len() as u64 * 4, self.own.len() as u64 * 4, 0);
-            post.send(peer, &self.envelope(About::Value), bytes_of(&self.own));
+            self.value.send_in_full(post, peer, &self.envelope(About::Value));
         }
         meeting.understood |= self.take(About::Understood, peer).is_some();
         let here = post.living().binary_search(&peer).is_ok();
@@ -244,22 +223,9 @@ impl Exchange for Stepwise {
         }
         let peers = self.peers(post.me, clock);
         let envelope = self.envelope(About::Value);
-        let (own, tally) = (&mut self.own, &self.tally);
-        let modular = self.modular.as_ref().filter(|modular| modular.is_ready());
-        let encoded = modular.and_then(|modular| tally.time(|| modular.encode(snapshot, own)));
-        if encoded.is_none() {
-            own.copy_from_slice(snapshot);
-        }
-        for (peer, _) in &peers {
-            match &encoded {
-                Some((body, hash)) => {
-                    tally.add(snapshot.len() as u64 * 4, body.len() as u64, 0);
-                    post.send(*peer, &Envelope { extra: *hash, plain: false, ..envelope }, body);
-                }
-                None => post.send(*peer, &envelope, bytes_of(snapshot)),
-            }
-        }
-        let understood = self.modular.is_none();
+        let to: Vec<u32> = peers.iter().map(|(peer, _)| *peer).collect();
+        self.value.send(post, &to, &envelope, snapshot);
+        let understood = !self.value.is_coded();
         let meet = |(peer, weight)| Meeting { peer, weight, theirs: None, understood, asked_again: false };
         self.meetings = Some(peers.into_iter().map(meet).collect());
     }
@@ -273,12 +239,10 @@ impl Exchange for Stepwise {
         }
         delta.fill(0.0);
         for meeting in &meetings {
-            let theirs = meeting.theirs.as_deref().unwrap_or(&self.own);
-            let pairs = theirs.iter().zip(&self.own);
+            let Some(theirs) = &meeting.theirs else { continue };
+            let pairs = theirs.iter().zip(self.value.own());
             delta.iter_mut().zip(pairs).for_each(|(delta, (theirs, own))| *delta += (theirs - own) * meeting.weight);
-            if let Some(modular) = &mut self.modular {
-                modular.learn(&self.own, theirs);
-            }
+            self.value.learn(theirs);
         }
         self.next += 1;
         let next = self.next;

@@ -17,11 +17,12 @@ use crate::Result;
 /// How long a round waits before it is noted whom it waits for, and before the user is told, once.
 const LATE: Duration = Duration::from_secs(1);
 const VERY_LATE: Duration = Duration::from_secs(30);
-/// For so long a round may go on that began before a member left in good order: its letters may still be on their way.
+/// For so long a round waits to hear from a member itself that another one has lost: if that is dead the roster says so, and
+/// if it has left its goodbye does. Neither comes only where two ranks are cut off from each other and not from the rest.
 const LINGER: Duration = Duration::from_millis(500);
 /// Without a period, for how many times as long as a round took the thread rests after it: what bytes cost of processors and
-/// wire is then a fifth of what it would be without a rest, whatever the network and the model.
-const RESTS: u32 = 4;
+/// wire is then a sixth of what it would be without a rest, whatever the network and the model.
+const RESTS: u32 = 5;
 /// The shortest rest.
 const SOONEST: Duration = Duration::from_micros(100);
 /// Between two looks at a ferry that is on its way.
@@ -39,7 +40,7 @@ pub(super) struct Worker {
     warned: bool,
     /// Of which members the roster has said nothing yet.
     watched: Vec<u32>,
-    /// Members that have left in good order, and since when.
+    /// Members that have left in good order, or that others have lost, and since when that is known.
     leaving: Vec<(u32, Instant)>,
     /// What came of rounds while training was paused, to be added with the next.
     carried: Option<Vec<f32>>,
@@ -139,15 +140,20 @@ impl Worker {
         self.desk.turn_to(Phase::Resting);
         self.exchange.open(&mut self.post);
         while !self.desk.view().stop {
-            if let Some(delivery) = inbox.wait(self.patience()) {
-                self.take(&delivery);
-                while let Some(more) = inbox.poll() {
-                    self.take(&more);
-                }
+            let first = inbox.wait(self.patience());
+            // before letters are taken: those of who is absent are all among them then
+            let absent = self.absent();
+            let mut delivery = first.or_else(|| inbox.poll());
+            while let Some(letter) = delivery {
+                self.take(&letter);
+                delivery = inbox.poll();
             }
-            self.look_around();
             self.ashore = false;
             self.turn()?;
+            // after it: a round that has all it needs of who has left ends well
+            if self.go_on_without(absent) {
+                self.turn()?;
+            }
             if self.desk.saves() && self.is_idle()? {
                 self.desk.give(self.save());
             }
@@ -176,21 +182,13 @@ impl Worker {
     fn take(&mut self, delivery: &Delivery) {
         let Some(letter) = self.post.receive(delivery) else { return };
         match letter.envelope.about {
-            About::Bye => self.leaves(letter.from),
+            About::Bye => self.leaving.push((letter.from, Instant::now())),
             // two ranks that have lost each other cannot both be members; who is told first goes on without the other
             About::Lost if letter.envelope.shard == self.post.me => self.drop_member(letter.from),
-            // if it is dead the roster says so too; if it left, its last letters may still be on their way
+            // whom another one has lost may still have letters on their way
             About::Lost => self.leaving.push((letter.envelope.shard, Instant::now())),
             _ => self.exchange.heard(&mut self.post, letter),
         }
-    }
-
-    fn leaves(&mut self, rank: u32) {
-        // one that fails says goodbye too; its story was heard before, and is still to be told
-        if !matches!(self.post.mesh.roster().absence(rank), Some(Absence::Gone(_))) {
-            self.watched.retain(|other| *other != rank);
-        }
-        self.leaving.push((rank, Instant::now()));
     }
 
     fn drop_member(&mut self, rank: u32) {
@@ -201,24 +199,39 @@ impl Worker {
         }
     }
 
-    /// Goes on without members that are gone; those that did not say goodbye are reported, once.
-    fn look_around(&mut self) {
-        for rank in self.watched.clone() {
-            match self.post.mesh.roster().absence(rank) {
-                Some(Absence::Left(_)) => self.leaves(rank),
-                Some(Absence::Gone(error)) => {
-                    self.watched.retain(|other| *other != rank);
-                    self.drop_member(rank);
-                    self.post.report(rank, &error);
-                }
-                None => {}
+    /// Who is known to be gone or to have left, and was not before.
+    fn absent(&mut self) -> Vec<(u32, Absence)> {
+        let roster = self.post.mesh.roster();
+        let absent: Vec<_> = self.watched.iter().filter_map(|rank| Some((*rank, roster.absence(*rank)?))).collect();
+        self.watched.retain(|rank| absent.iter().all(|(other, _)| other != rank));
+        absent
+    }
+
+    /// Goes on without members that are absent, or leave and are not needed any more; true if there are any. Those that did
+    /// not say goodbye are reported, once.
+    fn go_on_without(&mut self, absent: Vec<(u32, Absence)>) -> bool {
+        let before = self.post.living().len();
+        for (rank, how) in absent {
+            self.drop_member(rank);
+            if let Absence::Gone(error) = how {
+                self.post.report(rank, &error);
             }
         }
         let is_busy = self.desk.view().phase == Phase::Taken;
-        let (later, now): (Vec<_>, Vec<_>) =
-            self.leaving.drain(..).partition(|(_, since)| is_busy && since.elapsed() < LINGER);
+        let (later, now): (Vec<_>, Vec<_>) = self
+            .leaving
+            .drain(..)
+            .partition(|(rank, since)| is_busy && lingers(self.post.has_all_of(*rank), since.elapsed()));
         self.leaving = later;
-        now.into_iter().for_each(|(rank, _)| self.drop_member(rank));
+        for (rank, _) in now {
+            // what becomes of who has said goodbye is no news; but one that fails does so too, after its story was heard
+            let failed = matches!(self.post.mesh.roster().absence(rank), Some(Absence::Gone(_)));
+            if self.post.has_all_of(rank).is_some() && !failed {
+                self.watched.retain(|other| *other != rank);
+            }
+            self.drop_member(rank);
+        }
+        self.post.living().len() < before
     }
 
     /// Does what the phase asks for.
@@ -298,7 +311,7 @@ impl Worker {
             }
         }
         self.began = None;
-        self.due = next(self.period, began, Instant::now());
+        self.due = next(self.period, began, Instant::now(), self.post.time_receiving());
         Ok(())
     }
 
@@ -329,11 +342,20 @@ impl Worker {
     }
 }
 
-/// When a round is due after one that began and ended then.
-fn next(period: Option<Duration>, began: Instant, ended: Instant) -> Instant {
+/// Whether a round waits for more of a member that leaves: until all has come that it wrote before it said goodbye. What
+/// is known of one from others alone is believed after a while.
+fn lingers(has_all: Option<bool>, known_for: Duration) -> bool {
+    has_all.map_or(known_for < LINGER, |all| !all)
+}
+
+/// When a round is due after one that began and ended then, if letters were on their way for `receiving` since the one before.
+///
+/// Who was late finds the letters of the others there, and ends at once: what they took on the wire counts all the same. Who
+/// waited for a rank that was busy elsewhere, or paused, counts that for a second at most.
+fn next(period: Option<Duration>, began: Instant, ended: Instant, receiving: Duration) -> Instant {
     match period {
         Some(period) => began + period,
-        None => ended + RESTS * (ended - began),
+        None => ended + RESTS * (ended - began).clamp(receiving, receiving + LATE),
     }
 }
 
@@ -342,11 +364,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn who_leaves_is_waited_for_until_all_of_it_is_here_and_no_clock_asked() {
+        for known_for in [Duration::ZERO, LINGER, 1000 * LINGER] {
+            assert!(!lingers(Some(true), known_for));
+            assert!(lingers(Some(false), known_for), "it is on its way, or else the roster tells");
+        }
+        assert!(lingers(None, Duration::ZERO));
+        assert!(!lingers(None, LINGER), "it is cut off from another rank, and not from this one");
+    }
+
+    #[test]
     fn rounds_follow_a_period_or_rest_in_proportion() {
         let (began, second) = (Instant::now(), Duration::from_secs(1));
         let ended = began + 3 * second;
-        assert_eq!(next(Some(10 * second), began, ended), began + 10 * second);
-        assert_eq!(next(Some(Duration::ZERO), began, ended), began, "at once");
-        assert_eq!(next(None, began, ended), ended + 12 * second);
+        assert_eq!(next(Some(10 * second), began, ended, second), began + 10 * second);
+        assert_eq!(next(Some(Duration::ZERO), began, ended, second), began, "at once");
+        assert_eq!(next(None, began, ended, 3 * second), ended + 15 * second);
+        assert_eq!(next(None, began, began, 2 * second), began + 10 * second, "the letter of a peer was there already");
+        assert_eq!(next(None, began, began + 60 * second, second), began + (60 + 10) * second, "a peer was paused");
     }
 }

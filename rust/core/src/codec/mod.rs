@@ -19,6 +19,7 @@ mod properties;
 mod qsgd;
 mod salt;
 mod scale;
+mod threshold;
 mod top_k;
 
 use std::fmt;

@@ -23,6 +23,7 @@ use std::ops::Range;
 use offbeat_transport::pool::Block;
 use offbeat_transport::shm::arena::Piece;
 
+use super::carried::{Carried, each_once};
 use super::{Context, Stage, local};
 use crate::Result;
 use crate::buffer::Buffer;
@@ -83,17 +84,7 @@ struct Gossip {
     raw: Vec<bool>,
     /// A copy of my data in shared memory, if I have neighbours and my tensor is not there.
     staging: Option<Piece>,
-    /// The target, or its staged copy, of every member of my host.
-    visible: Vec<*mut u8>,
-    /// My host's sums of the elements that I carry; none where my data is the sum.
-    sums: Option<Sums>,
-}
-
-/// Accumulators for the elements from `first` on.
-struct Sums {
-    start: *mut u8,
-    first: usize,
-    _memory: Block,
+    carried: Carried,
 }
 
 /// Mixes `tensor` with the data of this step's peers, in place or into `out`.
@@ -127,8 +118,7 @@ pub(crate) fn run(
         host,
         raw: masses.iter().map(|mass| *mass == 1).collect(),
         staging: None,
-        visible: vec![target.start],
-        sums: None,
+        carried: Carried::new(tensor, target),
     };
     let result = job.run(context);
     if result.is_err() {
@@ -162,7 +152,8 @@ impl Gossip {
         for at in 0..self.mine.len() {
             let id = self.mine[at];
             if neighbours {
-                self.sum_up(id);
+                // SAFETY: all neighbours have met with their data in place, and this sum has not been sent yet.
+                unsafe { self.carried.sum_up(&self.plan[id].range, Op::Sum) };
             }
             self.send(context, id);
         }
@@ -188,19 +179,7 @@ impl Gossip {
             }
         };
         copy(self.source, seen);
-        let note = context.note;
-        context.team()?.begin(&note, place as u64);
-        context.meet_and_compare()?;
-        let team = context.team()?;
-        let bytes = self.target.bytes();
-        let address = |member| team.address(member, team.place(member) as usize, bytes);
-        self.visible = (0..team.len()).map(address).collect::<Result<_>>()?;
-        let carried = self.mine.iter().map(|id| &self.plan[*id].range);
-        let first = carried.clone().map(|range| range.start).min().unwrap_or(0);
-        let end = carried.map(|range| range.end).max().unwrap_or(0);
-        let mut memory = context.scratch((end - first) * self.source.dtype.accumulator().size());
-        self.sums = Some(Sums { start: memory.as_mut_ptr(), first, _memory: memory });
-        Ok(())
+        self.carried.enter(context, place, self.mine.iter().map(|id| &self.plan[*id].range))
     }
 
     /// The type in which a host's sum is kept and sent.
@@ -208,38 +187,12 @@ impl Gossip {
         if self.raw[host] { self.source.dtype } else { self.source.dtype.accumulator() }
     }
 
-    /// My host's sum of a range that I carry.
-    fn sum_of(&self, range: &Range<usize>) -> *mut u8 {
-        match &self.sums {
-            None => self.source.at(range.start),
-            Some(sums) => {
-                let size = self.source.dtype.accumulator().size();
-                sums.start.wrapping_add((range.start - sums.first) * size)
-            }
-        }
-    }
-
-    /// The addresses of a range in all neighbours' buffers.
-    fn places(&self, range: &Range<usize>) -> Vec<*mut u8> {
-        let offset = range.start * self.target.dtype.size();
-        self.visible.iter().map(|start| start.wrapping_add(offset)).collect()
-    }
-
-    /// Sums a chunk that I carry over all neighbours.
-    fn sum_up(&mut self, id: usize) {
-        let range = self.plan[id].range.clone();
-        let sources: Vec<*const u8> = self.places(&range).into_iter().map(<*mut u8>::cast_const).collect();
-        // SAFETY: all neighbours have met with their data in place, and what I carry is mine alone from then on; this sum
-        // has not been sent yet.
-        unsafe { reduce::partial(&sources, self.sum_of(&range), range.len(), self.source.dtype, Op::Sum) };
-    }
-
     /// Sends my host's sum of a chunk to the peers, every host in another order, so that not all talk to one at a time.
     fn send(&self, context: &mut Context<'_>, id: usize) {
         let chunk = &self.plan[id];
-        let (sum, bytes) = (self.sum_of(&chunk.range), chunk.range.len() * self.sent_as(self.host).size());
+        let (sum, bytes) = (self.carried.sum_of(&chunk.range), chunk.range.len() * self.sent_as(self.host).size());
         // a tensor that is its own sum gets the result in place, perhaps before the frame has left
-        let stays = self.sums.is_some() || self.source.start != self.target.start;
+        let stays = self.carried.has_sums() || self.source.start != self.target.start;
         let after = self.mix.terms.iter().filter(|term| term.node > self.host);
         for term in after.chain(self.mix.terms.iter().filter(|term| term.node < self.host)) {
             // SAFETY: the sum is complete, and what is lent stays as it is until this call ends.
@@ -281,7 +234,7 @@ impl Gossip {
                 // last meeting.
                 unsafe {
                     let (acc, divisor) = (state.acc.as_mut_ptr(), self.mix.divisor);
-                    reduce::seal(acc, &self.places(&chunk.range), count, self.source.dtype, divisor);
+                    reduce::seal(acc, &self.carried.places(&chunk.range), count, self.source.dtype, divisor);
                 }
                 pending.remove(&id);
             }
@@ -295,7 +248,7 @@ impl Gossip {
         while let Some(term) = self.mix.terms.get(state.folded) {
             let own = term.node == self.host;
             let sum = match &state.sums[state.folded] {
-                _ if own => self.sum_of(range).cast_const(),
+                _ if own => self.carried.sum_of(range).cast_const(),
                 Some(block) => block.as_ptr(),
                 None => return,
             };
@@ -348,9 +301,7 @@ impl Gossip {
                 }
             }
         }
-        members.sort_unstable();
-        members.dedup();
-        members
+        each_once(members)
     }
 }
 
@@ -364,8 +315,7 @@ mod tests {
         fn chunks_cover_everything_once(
             sizes in proptest::collection::vec(1usize..4, 1..5), count in 0usize..20_000, size in 2usize..9,
         ) {
-            let mut next = 0..;
-            let layout = Layout { hosts: sizes.iter().map(|n| next.by_ref().take(*n).collect()).collect() };
+            let layout = Layout::of_sizes(&sizes);
             let plan = chunks(&layout, count, size, 512);
             let mut at = 0;
             for chunk in &plan {

@@ -17,6 +17,7 @@ pub mod all_reduce;
 pub mod between;
 pub mod blocks;
 pub mod broadcast;
+mod carried;
 pub mod gossip;
 pub mod local;
 mod staged;

@@ -43,10 +43,8 @@ pub fn setting(name: &str) -> String {
 
 /// My rank, and who is on which host.
 pub fn place() -> (usize, Layout) {
-    let sizes = setting("HOSTS");
-    let mut next = 0..;
-    let hosts = sizes.split(',').map(|size| next.by_ref().take(size.parse().unwrap()).collect()).collect();
-    (setting("RANK").parse().unwrap(), Layout { hosts })
+    let sizes: Vec<usize> = setting("HOSTS").split(',').map(|size| size.parse().unwrap()).collect();
+    (setting("RANK").parse().unwrap(), Layout::of_sizes(&sizes))
 }
 
 /// Bytes that rank 0 makes and all others read; stands for a broadcast on the mesh.

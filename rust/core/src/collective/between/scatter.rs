@@ -7,12 +7,12 @@ use offbeat_transport::outbox::Payload;
 use offbeat_transport::pool::Block;
 use offbeat_transport::shm::arena::Piece;
 
+use super::super::carried::{Carried, each_once};
 use super::{Context, Stage, Wire};
 use crate::Result;
 use crate::buffer::Buffer;
 use crate::coding::Coding;
 use crate::dtype::Op;
-use crate::reduce;
 use crate::topology::{Layout, cut};
 
 /// A piece of the data that travels in one frame.
@@ -78,19 +78,9 @@ struct Scatter {
     goal: Option<(usize, usize)>,
     /// My own full-size staging area, if I have neighbours and my tensor is not in shared memory.
     staging: Option<Piece>,
-    /// The tensor, or its staged copy, of every member of my host.
-    visible: Vec<*mut u8>,
-    /// My host's sums of the elements that I carry; none where my tensor is the sum.
-    sums: Option<Sums>,
+    carried: Carried,
     /// My host's shares as they were encoded, of chunks that are summed here too: a share is encoded once.
     encoded: HashMap<usize, Block>,
-}
-
-/// Accumulators for the elements from `first` on.
-struct Sums {
-    start: *mut u8,
-    first: usize,
-    _memory: Block,
 }
 
 /// Reduces long data over several hosts; the result goes to every member, or to one.
@@ -122,8 +112,7 @@ pub(crate) fn scatter_gather(
         seat,
         goal: only.map(|member| layout.seat(member)),
         staging: None,
-        visible: vec![buffer.start],
-        sums: None,
+        carried: Carried::new(buffer, buffer),
         encoded: HashMap::new(),
     };
     let result = job.run(context, op, slices);
@@ -174,19 +163,7 @@ impl Scatter {
             None => self.staging.insert(context.mesh.arena().allocate(self.buffer.bytes())?).offset(),
         };
         self.copy_in(0);
-        let note = context.note;
-        context.team()?.begin(&note, place as u64);
-        context.meet_and_compare()?;
-        let team = context.team()?;
-        let bytes = self.buffer.bytes();
-        let address = |member| team.address(member, team.place(member) as usize, bytes);
-        self.visible = (0..team.len()).map(address).collect::<Result<_>>()?;
-        let carried = self.mine.iter().map(|id| &self.plan[*id].range);
-        let first = carried.clone().map(|range| range.start).min().unwrap_or(0);
-        let end = carried.map(|range| range.end).max().unwrap_or(0);
-        let mut memory = context.scratch((end - first) * self.buffer.dtype.accumulator().size());
-        self.sums = Some(Sums { start: memory.as_mut_ptr(), first, _memory: memory });
-        Ok(())
+        self.carried.enter(context, place, self.mine.iter().map(|id| &self.plan[*id].range))
     }
 
     /// Copies one slice of every part into the staging area.
@@ -211,26 +188,11 @@ impl Scatter {
         }
     }
 
-    /// My host's sum of a chunk that I carry, in the type that it is sent in.
-    fn sum_of(&self, range: &Range<usize>) -> *mut u8 {
-        match &self.sums {
-            None => self.buffer.at(range.start),
-            Some(sums) => {
-                let size = self.buffer.dtype.accumulator().size();
-                sums.start.wrapping_add((range.start - sums.first) * size)
-            }
-        }
-    }
-
     /// Sums one slice of what I carry over all neighbours.
-    fn sum_slice(&mut self, op: Op, slice: usize) {
-        let size = self.buffer.dtype.size();
+    fn sum_slice(&self, op: Op, slice: usize) {
         for id in self.mine.iter().filter(|id| self.plan[**id].slice == slice) {
-            let range = &self.plan[*id].range;
-            let sources: Vec<*const u8> =
-                self.visible.iter().map(|start| start.wrapping_add(range.start * size).cast_const()).collect();
-            // SAFETY: all neighbours have met with this slice in place, and what I carry is mine alone from then on.
-            unsafe { reduce::partial(&sources, self.sum_of(range), range.len(), self.buffer.dtype, op) };
+            // SAFETY: all neighbours have met with this slice in place, and its sums have not been sent yet.
+            unsafe { self.carried.sum_up(&self.plan[*id].range, op) };
         }
     }
 
@@ -242,13 +204,13 @@ impl Scatter {
             (None, Some((goal, _))) => vec![goal],
             (None, None) => (0..chunk.carriers.len()).collect(),
         };
-        let sum = self.sum_of(&chunk.range);
+        let sum = self.carried.sum_of(&chunk.range);
         let mut encoded: Option<Block> = None;
         for to in hosts.into_iter().filter(|to| *to != self.host) {
             // SAFETY: the sum is complete. It is lent only if it stays: not where a tensor that is its own sum gets the
             // result before the owner (the other host) has answered.
             let payload = unsafe {
-                let stays = chunk.owner.is_some() || self.sums.is_some();
+                let stays = chunk.owner.is_some() || self.carried.has_sums();
                 if self.wire.is_coded() {
                     let share = encoded.get_or_insert_with(|| self.wire.encode(context, self.host, sum, &chunk.range));
                     context.copy(share.as_ptr(), share.len())
@@ -321,7 +283,7 @@ impl Scatter {
                 return Err(context.bad_frame(delivery.from, "a sum of the wrong length, or not for us"));
             }
             if chunk.owner.is_none() {
-                let (own, theirs) = (self.sum_of(&chunk.range).cast_const(), delivery.payload.as_ptr());
+                let (own, theirs) = (self.carried.sum_of(&chunk.range).cast_const(), delivery.payload.as_ptr());
                 let pair = if self.host == 0 { [own, theirs] } else { [theirs, own] };
                 // SAFETY: the length was checked; what I carry is mine in all neighbours' buffers until the last meeting.
                 if unsafe { self.wire.sum_pair(pair, &self.targets(chunk), count) } {
@@ -355,7 +317,7 @@ impl Scatter {
             // SAFETY: sums have the length of their chunk (checked on arrival), and so has the accumulator.
             unsafe {
                 if host == self.host {
-                    let own = self.sum_of(&chunk.range);
+                    let own = self.carried.sum_of(&chunk.range);
                     if let Some(share) = self.encoded.get(&id) {
                         self.wire.fold(acc, host, share.as_ptr(), &chunk.range);
                     } else if self.wire.is_coded() {
@@ -375,13 +337,12 @@ impl Scatter {
 
     /// Where the result of a chunk goes on my host.
     fn targets(&self, chunk: &Chunk) -> Vec<*mut u8> {
-        let offset = chunk.range.start * self.buffer.dtype.size();
         let seats = match self.goal {
-            None => 0..self.visible.len(),
+            None => 0..self.carried.seats(),
             Some((host, seat)) if host == self.host => seat..seat + 1,
             Some(_) => 0..0,
         };
-        seats.map(|seat| self.visible[seat].wrapping_add(offset)).collect()
+        seats.map(|seat| self.carried.at(seat, &chunk.range)).collect()
     }
 
     /// Ends a chunk's sum: writes it on my host and sends it to the others that want it.
@@ -407,10 +368,7 @@ impl Scatter {
                 match (&encoded, &apart) {
                     (Some(block), _) => context.copy(block.as_ptr(), block.len()),
                     (None, Some(block)) => context.copy(block.as_ptr(), bytes),
-                    (None, None) => {
-                        let offset = chunk.range.start * self.buffer.dtype.size();
-                        context.lend(self.visible[self.own_seat()].wrapping_add(offset), bytes)
-                    }
+                    (None, None) => context.lend(self.carried.at(self.own_seat(), &chunk.range), bytes),
                 }
             };
             context.send(chunk.carriers[to], Stage::Gather, id, payload);
@@ -418,7 +376,7 @@ impl Scatter {
     }
 
     fn own_seat(&self) -> usize {
-        if self.visible.len() == 1 { 0 } else { self.seat }
+        if self.carried.seats() == 1 { 0 } else { self.seat }
     }
 
     /// Who keeps us waiting.
@@ -439,9 +397,7 @@ impl Scatter {
             let late = (0..hosts).filter(|host| *host != self.host && absent(id, host));
             members.extend(late.map(|host| self.plan[*id].carriers[host]));
         }
-        members.sort_unstable();
-        members.dedup();
-        members
+        each_once(members)
     }
 }
 
@@ -455,8 +411,7 @@ mod tests {
         fn chunks_cover_everything_once_and_owners_share_alike(
             sizes in proptest::collection::vec(1usize..4, 2..5), count in 1usize..20_000, slices in 1usize..5,
         ) {
-            let mut next = 0..;
-            let layout = Layout { hosts: sizes.iter().map(|n| next.by_ref().take(*n).collect()).collect() };
+            let layout = Layout::of_sizes(&sizes);
             let plan = chunks(&layout, count, 4, 16, slices, 256);
             let mut owned = vec![0; sizes.len()];
             let mut at = 0;

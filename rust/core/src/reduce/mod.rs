@@ -5,235 +5,13 @@
 //! compiled twice on x86-64: for the baseline and for AVX2, chosen at run time. Both give the same bits: no sums are
 //! reordered, and nothing is fused.
 
-use half::f16;
-use half::slice::HalfFloatSliceExt;
+mod element;
+
+use element::{Accumulator, BLOCK, Element, with_type};
 
 use crate::dtype::{DType, Op};
 
-/// Elements of a block.
-const BLOCK: usize = 1024;
-
-/// A type that reductions are done in.
-trait Accumulator: Copy + Default + 'static {
-    fn fold(op: Op, acc: &mut [Self], other: &[Self]);
-    fn fold_two(op: Op, acc: &mut [Self], first: &[Self], second: &[Self]);
-    fn divide(acc: &mut [Self], divisor: u32);
-    fn scale(acc: &mut [Self], factor: f64);
-}
-
-macro_rules! zip_with {
-    ($acc:ident, $first:expr, $second:expr, $combine:expr) => {
-        for ((acc, first), second) in $acc.iter_mut().zip($first).zip($second) {
-            *acc = $combine(*first, *second);
-        }
-    };
-}
-
-macro_rules! accumulate {
-    ($type:ty, $combine:ident, $divide:expr, $scale:expr) => {
-        impl Accumulator for $type {
-            #[inline(always)]
-            fn fold(op: Op, acc: &mut [Self], other: &[Self]) {
-                macro_rules! go {
-                    ($f:expr) => {
-                        for (acc, other) in acc.iter_mut().zip(other) {
-                            *acc = $f(*acc, *other);
-                        }
-                    };
-                }
-                $combine!(op, $type, go);
-            }
-
-            #[inline(always)]
-            fn fold_two(op: Op, acc: &mut [Self], first: &[Self], second: &[Self]) {
-                macro_rules! go {
-                    ($f:expr) => {
-                        zip_with!(acc, first, second, $f)
-                    };
-                }
-                $combine!(op, $type, go);
-            }
-
-            #[inline(always)]
-            fn divide(acc: &mut [Self], divisor: u32) {
-                for value in acc {
-                    *value = $divide(*value, divisor);
-                }
-            }
-
-            #[inline(always)]
-            fn scale(acc: &mut [Self], factor: f64) {
-                for value in acc {
-                    *value = $scale(*value, factor);
-                }
-            }
-        }
-    };
-}
-
-/// NaN wins in min and max, as in torch; bit operations on floats are refused before any work (`Op::check`).
-macro_rules! float_ops {
-    ($op:ident, $type:ty, $go:ident) => {
-        match $op {
-            Op::Sum | Op::Mean => $go!(|a: $type, b: $type| a + b),
-            Op::Product => $go!(|a: $type, b: $type| a * b),
-            Op::Min => $go!(|a: $type, b: $type| if a < b || a.is_nan() { a } else { b }),
-            Op::Max => $go!(|a: $type, b: $type| if a > b || a.is_nan() { a } else { b }),
-            Op::Band | Op::Bor | Op::Bxor => {}
-        }
-    };
-}
-
-macro_rules! integer_ops {
-    ($op:ident, $type:ty, $go:ident) => {
-        match $op {
-            Op::Sum | Op::Mean => $go!(|a: $type, b: $type| a.wrapping_add(b)),
-            Op::Product => $go!(|a: $type, b: $type| a.wrapping_mul(b)),
-            Op::Min => $go!(|a: $type, b: $type| a.min(b)),
-            Op::Max => $go!(|a: $type, b: $type| a.max(b)),
-            Op::Band => $go!(|a: $type, b: $type| a & b),
-            Op::Bor => $go!(|a: $type, b: $type| a | b),
-            Op::Bxor => $go!(|a: $type, b: $type| a ^ b),
-        }
-    };
-}
-
-accumulate!(f64, float_ops, |value: f64, divisor: u32| value / f64::from(divisor), |value: f64, factor| value * factor);
-accumulate!(f32, float_ops, |value: f32, divisor: u32| value / divisor as f32, |value: f32, factor| value
-    * factor as f32);
-accumulate!(i64, integer_ops, |value, _| value, |value, _| value);
-accumulate!(i32, integer_ops, |value, _| value, |value, _| value);
-accumulate!(i16, integer_ops, |value, _| value, |value, _| value);
-accumulate!(i8, integer_ops, |value, _| value, |value, _| value);
-accumulate!(u64, integer_ops, |value, _| value, |value, _| value);
-accumulate!(u32, integer_ops, |value, _| value, |value, _| value);
-accumulate!(u16, integer_ops, |value, _| value, |value, _| value);
-accumulate!(u8, integer_ops, |value, _| value, |value, _| value);
-
-/// A type of elements, and how it becomes its accumulator and back.
-trait Element: Copy + Default + 'static {
-    type Acc: Accumulator;
-    /// The source as accumulators: itself, or `room` filled with it.
-    fn widen<'a>(source: &'a [Self], room: &'a mut [Self::Acc; BLOCK]) -> &'a [Self::Acc];
-    fn narrow(acc: &[Self::Acc], out: &mut [Self]);
-}
-
-macro_rules! own_accumulator {
-    ($($type:ty),*) => {$(
-        impl Element for $type {
-            type Acc = $type;
-            #[inline(always)]
-            fn widen<'a>(source: &'a [Self], _: &'a mut [Self; BLOCK]) -> &'a [Self] {
-                source
-            }
-            #[inline(always)]
-            fn narrow(acc: &[Self], out: &mut [Self]) {
-                out.copy_from_slice(acc);
-            }
-        }
-    )*};
-}
-own_accumulator!(f64, f32, i64, i32, i16, i8, u64, u32, u16, u8);
-
-impl Element for f16 {
-    type Acc = f32;
-    #[inline(always)]
-    fn widen<'a>(source: &'a [Self], room: &'a mut [f32; BLOCK]) -> &'a [f32] {
-        source.convert_to_f32_slice(&mut room[..source.len()]);
-        &room[..source.len()]
-    }
-    #[inline(always)]
-    fn narrow(acc: &[f32], out: &mut [Self]) {
-        out.convert_from_f32_slice(acc);
-    }
-}
-
-/// bfloat16 as its bits: plain shifts vectorise where a library type's methods do not.
-#[derive(Clone, Copy, Default)]
-#[repr(transparent)]
-struct Brain(u16);
-
-impl Element for Brain {
-    type Acc = f32;
-    #[inline(always)]
-    fn widen<'a>(source: &'a [Self], room: &'a mut [f32; BLOCK]) -> &'a [f32] {
-        for (wide, narrow) in room.iter_mut().zip(source) {
-            *wide = f32::from_bits(u32::from(narrow.0) << 16);
-        }
-        &room[..source.len()]
-    }
-    #[inline(always)]
-    fn narrow(acc: &[f32], out: &mut [Self]) {
-        for (out, value) in out.iter_mut().zip(acc) {
-            *out = Brain(to_brain(*value));
-        }
-    }
-}
-
-/// f32 to bfloat16, to the nearest, ties to even; NaN stays NaN.
-#[inline(always)]
-pub(crate) fn to_brain(value: f32) -> u16 {
-    let bits = value.to_bits();
-    let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16) as u16;
-    let quiet = ((bits >> 16) | 0x40) as u16;
-    if value.is_nan() { quiet } else { rounded }
-}
-
-/// Runs a body for the element type of a dtype.
-macro_rules! with_type {
-    ($dtype:expr, $T:ident => $body:expr) => {
-        match $dtype {
-            DType::F64 => {
-                type $T = f64;
-                $body
-            }
-            DType::F32 => {
-                type $T = f32;
-                $body
-            }
-            DType::F16 => {
-                type $T = f16;
-                $body
-            }
-            DType::BF16 => {
-                type $T = Brain;
-                $body
-            }
-            DType::I64 => {
-                type $T = i64;
-                $body
-            }
-            DType::I32 => {
-                type $T = i32;
-                $body
-            }
-            DType::I16 => {
-                type $T = i16;
-                $body
-            }
-            DType::I8 => {
-                type $T = i8;
-                $body
-            }
-            DType::U64 => {
-                type $T = u64;
-                $body
-            }
-            DType::U32 => {
-                type $T = u32;
-                $body
-            }
-            DType::U16 => {
-                type $T = u16;
-                $body
-            }
-            DType::U8 | DType::Bool => {
-                type $T = u8;
-                $body
-            }
-        }
-    };
-}
+pub(crate) use element::to_brain;
 
 /// Runs a function compiled for AVX2 where the processor has it.
 macro_rules! dispatch {
@@ -273,6 +51,17 @@ unsafe fn source<'a, T>(start: *const u8, from: usize, count: usize) -> &'a [T] 
 unsafe fn target<'a, T>(start: *mut u8, from: usize, count: usize) -> &'a mut [T] {
     // SAFETY: the caller promises aligned memory for `from + count` elements that nobody else uses meanwhile.
     unsafe { std::slice::from_raw_parts_mut(start.cast::<T>().add(from), count) }
+}
+
+/// Copies elements from any address to where they are aligned.
+#[inline(always)]
+unsafe fn realigned<T>(bytes: *const u8, from: usize, room: &mut [T]) -> &[T] {
+    // SAFETY: the caller promises memory for as many elements after `from`, which is not that of `room`.
+    unsafe {
+        let start = bytes.add(from * size_of::<T>());
+        std::ptr::copy_nonoverlapping(start, room.as_mut_ptr().cast(), size_of_val(room));
+    }
+    room
 }
 
 /// The sum of all sources over one block, in their order.
@@ -376,9 +165,8 @@ unsafe fn fold_typed<T: Element>(acc: *mut u8, bytes: *const u8, count: usize, o
         let length = BLOCK.min(count - from);
         // SAFETY: `fold`'s caller promises the memory; the block is ours.
         unsafe {
-            let start = bytes.add(from * size_of::<T>());
-            std::ptr::copy_nonoverlapping(start, aligned.as_mut_ptr().cast(), length * size_of::<T>());
-            T::Acc::fold(op, target::<T::Acc>(acc, from, length), T::widen(&aligned[..length], &mut room));
+            let values = realigned(bytes, from, &mut aligned[..length]);
+            T::Acc::fold(op, target::<T::Acc>(acc, from, length), T::widen(values, &mut room));
         }
         from += length;
     }
@@ -402,9 +190,8 @@ unsafe fn widen_typed<T: Element>(bytes: *const u8, acc: *mut u8, count: usize) 
         let length = BLOCK.min(count - from);
         // SAFETY: `widen`'s caller promises the memory; the block is ours.
         unsafe {
-            let start = bytes.add(from * size_of::<T>());
-            std::ptr::copy_nonoverlapping(start, aligned.as_mut_ptr().cast(), length * size_of::<T>());
-            target::<T::Acc>(acc, from, length).copy_from_slice(T::widen(&aligned[..length], &mut room));
+            let values = realigned(bytes, from, &mut aligned[..length]);
+            target::<T::Acc>(acc, from, length).copy_from_slice(T::widen(values, &mut room));
         }
         from += length;
     }
@@ -465,6 +252,7 @@ pub unsafe fn scale(acc: *mut u8, count: usize, dtype: DType, factor: f64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use half::f16;
 
     fn reduce_all<T: Copy>(sources: &[Vec<T>], dtype: DType, op: Op, divisor: Option<u32>) -> Vec<T> {
         let mut out = sources[0].clone();

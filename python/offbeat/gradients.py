@@ -1,0 +1,206 @@
+"""A replica's gradients in the core's buckets: views of these are what users see as `.grad`.
+
+`Gradients` has the scheduler, the hooks on parameters, the order of buckets, and what steps keep. When gradients are
+exchanged is for the replica to decide (`replica.py`).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from . import _core, devices, hooks, keeping, memory, runtime, trace
+from .errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+
+class Gradients:
+    """The gradients of one replica."""
+
+    def __init__(self, listener: hooks.Listener, number: int, bucket_bytes: int) -> None:
+        self.number, self.bucket_bytes = number, bucket_bytes
+        self.line = hooks.Line(listener)
+        # Parameters that were ever trained.
+        self.named: list[tuple[str, Tensor]] = []
+        self.scheduler: _core.Scheduler | None = None
+        # Where gradients are, and who carries them there.
+        self.carriage: devices.Home | devices.Carriage = devices.Home()
+        self._slots: list[hooks.Slot] = []
+        self._removers: list[Callable[[], None]] = []
+        # In the first round the order of gradients is observed; buckets follow it from then on.
+        self._observing = True
+        self._next_order: tuple[list[int], list[bool]] | None = None
+        self._loaded_order: list[int] | None = None
+        self._loaded: keeping.Kept = {}
+
+    @property
+    def names(self) -> list[str]:
+        """Of the parameters, in the order of their numbers."""
+        return [name for name, _ in self.named]
+
+    def running(self) -> _core.Scheduler:
+        """The scheduler; raises if there is none any more."""
+        runtime.current()
+        if self.scheduler is None:
+            raise InvalidArgument("this wrapper was removed; wrap the model or the optimizer again")
+        return self.scheduler
+
+    def begin(self) -> None:
+        """Moves into the first buckets of a scheduler, the order of which is not observed yet."""
+        self._observing, self._next_order, self._loaded_order = True, None, None
+        self._adopt()
+
+    def leave(self) -> None:
+        """Lets go of the scheduler. Gradients have memory of their own again, and another one may begin."""
+        self._vacate()
+        self.line.disconnect()
+        self.scheduler, self.carriage = None, devices.Home()
+
+    def remove(self) -> None:
+        """Lets go of everything. Gradients stay where they are."""
+        self._drop_hooks()
+        self.line.cut()
+        self._slots = []
+        self.scheduler, self.carriage = None, devices.Home()
+        trace.names.pop(self.number, None)
+
+    # -- buckets
+
+    def _adopt(self) -> None:
+        """Takes the core's buckets as the place of gradients; what is there moves in."""
+        scheduler = self.running()
+        self.carriage.connect(self.line, scheduler)
+        places, buckets = memory.spread(scheduler, [parameter for _, parameter in self.named])
+        trace.names[self.number] = [", ".join(self.named[index][0] for index in bucket) for bucket in buckets]
+        self._slots = [hooks.Slot(place, index, self.named[index][0]) for index, place in enumerate(places)]
+        batch = [(parameter, slot) for (_, parameter), slot in zip(self.named, self._slots, strict=True)]
+        hooks.move(batch)
+        self._removers = [hooks.watch_gradient(parameter, slot, self.line) for parameter, slot in batch]
+
+    def _vacate(self) -> None:
+        """Gives the old buckets' memory back before new ones are made."""
+        self._drop_hooks()
+        for slot, (_, parameter) in zip(self._slots, self.named, strict=True):
+            if slot.holds(parameter.grad):
+                parameter.grad = slot.home.clone()
+        self._slots = []
+
+    def _drop_hooks(self) -> None:
+        for remove in self._removers:
+            remove()
+        self._removers = []
+
+    @property
+    def are_buckets_due(self) -> bool:
+        """Whether the order for the final buckets is known, and they are not made."""
+        return self._observing and self._next_order is not None
+
+    def rebucket(self, bucket_bytes: int | None = None) -> None:
+        """Makes new buckets, by the order in which rank 0's gradients became ready. Every rank does so."""
+        scheduler = self.running()
+        self.bucket_bytes = bucket_bytes or self.bucket_bytes
+        order, late = self._next_order or (list(range(len(self.named)))[::-1], [False] * len(self.named))
+        self._vacate()
+        scheduler.rebucket(order, late, self.bucket_bytes)
+        self._observing = False
+        self._adopt()
+        self._restore(scheduler)
+
+    def plan(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(tensor, first element) of what lies in each bucket."""
+        return tuple(tuple(slots) for _, slots in self.running().buckets())
+
+    # -- a round
+
+    def finish(self) -> list[str]:
+        """Waits until all gradients are exchanged. Gives the names of trained parameters without one."""
+        scheduler = self.running()
+        absent, earlier = [], []
+        for index in scheduler.missing():
+            name, parameter = self.named[index]
+            if parameter.grad is None:
+                self.carriage.absent(scheduler, index, self._slots[index].home)
+                if parameter.requires_grad:
+                    absent.append(name)
+            else:
+                # from an earlier backward: exchanged before, or accumulated under no_sync()
+                earlier.append((parameter, self._slots[index]))
+        self.line.put(earlier)
+        self._observe(scheduler)
+        with hooks.mark("offbeat::wait"):
+            gained = self.carriage.finish(scheduler)
+        for index in gained:
+            self._slots[index].show(self.named[index][1])
+        return absent
+
+    def finish_without(self) -> None:
+        """Takes part in a round of the others without any gradients."""
+        scheduler = self.running()
+        for index, slot in enumerate(self._slots):
+            self.carriage.absent(scheduler, index, slot.home)
+        self._observe(scheduler)
+        self.carriage.finish(scheduler)
+
+    def _observe(self, scheduler: _core.Scheduler) -> None:
+        """In the first round: the order for the final buckets. One that was loaded is as good, and known before."""
+        if self._observing and self._next_order is None:
+            order, late = scheduler.observed()
+            self._next_order = (self._loaded_order or order, late)
+
+    def refuse_converted(self) -> None:
+        """Raises if a parameter is of another type than its gradients were."""
+        for slot, (_, parameter) in zip(self._slots, self.named, strict=True):
+            slot.refuse(parameter)
+
+    # -- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The order of buckets and what steps keep, by names of parameters."""
+        count = len(self.named)
+        order, late = self._next_order or (list(range(count)), [False] * count)
+        state: dict[str, Any] = {
+            "bucket_bytes": self.bucket_bytes,
+            "order": [self.named[index][0] for index in order],
+            "late": [name for (name, _), is_late in zip(self.named, late, strict=True) if is_late],
+        }
+        if self.scheduler is not None:
+            kept = keeping.save(self.scheduler, self.names)
+            # what was loaded and waits for its buckets is still what this rank has
+            state |= {"kept": self._loaded or kept} if kept else {}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any], step: int, here: keeping.Author) -> None:
+        """Takes over what `state_dict` gave, and goes on from a step.
+
+        The order of buckets changes no result of an algorithm that loses nothing. One that does goes on with the
+        buckets that it had, because what is kept of the losses lies where those were summed.
+        """
+        order = state.get("order", [])
+        places = {name: index for index, name in enumerate(self.names)}
+        saved_by, scheduler = keeping.author(state), self.scheduler
+        if scheduler is None or sorted(order) != sorted(places):
+            # of another kind of algorithm, or of another model; alone there is nothing to keep
+            kept = state.get("kept", {}) if scheduler is not None else {}
+            keeping.warn_of_reset(kept, {}, saved_by, here)
+            return
+        scheduler.resume(step)
+        self._loaded_order = [places[name] for name in order]
+        if "kept" not in state:
+            return
+        if saved_by != here:
+            same = saved_by[0] == here[0]
+            self._loaded = keeping.fitting(scheduler, self.names, state["kept"], saved_by, here) if same else {}
+            keeping.warn_of_reset(state["kept"], self._loaded, saved_by, here)
+        else:
+            self._loaded = state["kept"]
+            late = set(state.get("late", ()))
+            self._next_order = (self._loaded_order, [name in late for name in self.names])
+            self.bucket_bytes = state.get("bucket_bytes", self.bucket_bytes)
+        if self._loaded and not self.are_buckets_due:
+            # no new buckets are due, so what was loaded finds its place now
+            self._restore(scheduler)
+
+    def _restore(self, scheduler: _core.Scheduler) -> None:
+        loaded, self._loaded = self._loaded, {}
+        keeping.restore(scheduler, self.names, loaded)
