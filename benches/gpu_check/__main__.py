@@ -39,6 +39,7 @@ def bandwidth(driver: Driver, elements: int) -> list[str]:
     """The speed of every kernel by the least bytes that it must move, against a copy inside of the device."""
     traffic.COUNT = elements // codec_jobs.TILE * codec_jobs.TILE
     traffic.SELECTED = elements // top_k_jobs.TILE * top_k_jobs.TILE
+    traffic.FACTORED = elements
     copy = driver.copy_speed(4 * elements)
     lines = [f"copy inside of the device: {copy / 1e9:.0f} GB/s", "", "| kernel | GB/s | of a copy |", "|---|---|---|"]
     seen = set()

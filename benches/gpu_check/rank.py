@@ -16,6 +16,7 @@ ALGORITHMS: dict[str, tuple[offbeat.Algorithm, float]] = {
     "bytegrad": (algorithms.ByteGrad(), 0.1),
     "bytegrad with feedback": (algorithms.ByteGrad(feedback=True), 0.1),
     "qsgd": (algorithms.QSGD(), 0.1),
+    "powersgd, rank 32": (algorithms.PowerSGD(rank=32, least=0), 0.3),
     "local_sgd, every step": (algorithms.LocalSGD(every=1), 1e-3),
     "decentralized, all": (algorithms.Decentralized(peers="all"), 1e-3),
     "diloco, every step": (algorithms.DiLoCo(every=1, outer_lr=1.0, outer_momentum=0.0), 1e-3),

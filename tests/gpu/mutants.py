@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from gpu import codec_jobs, step_jobs, top_k_jobs
+from gpu import codec_jobs, low_rank_jobs, step_jobs, top_k_jobs
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import Job
 
@@ -56,6 +56,7 @@ def families() -> dict[str, list[Named]]:
         "steps": [job for one in ELEMENTWISE.values() for job in step_jobs.elementwise_jobs(one)],
         "copies": [job for codec in (*CODECS, step_jobs.PLAIN) for job in step_jobs.replicas_jobs(codec)],
         "top_k": top_k_jobs_of(),
+        "low_rank": low_rank_jobs.low_rank_jobs(),
     }
 
 
@@ -80,6 +81,8 @@ def race_jobs(kernel: str | None = None) -> list[Named]:
     if kernel in (None, "top_k.cu"):
         job = partial(top_k_jobs.top_k_job, "f32", True, 1024, cases=["odd_length", "not_finite"])
         jobs.append(("top_k", job))
+    if kernel in (None, "low_rank.cu"):
+        jobs.append(("low_rank", partial(low_rank_jobs.low_rank_job, "f32", shapes=[(130, 9, 2)])))
     return jobs
 
 
@@ -108,6 +111,8 @@ class Mutant:
             return race_jobs(self.kernel)
         if self.kernel == "top_k.cu":
             return top_k_jobs_of()
+        if self.kernel == "low_rank.cu":
+            return low_rank_jobs.low_rank_jobs(["f32"], [1])
         if self.kernel in ELEMENTWISE:
             return step_jobs.elementwise_jobs(ELEMENTWISE[self.kernel])
         if self.kernel == "replicas.cu":

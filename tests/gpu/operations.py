@@ -78,6 +78,19 @@ def logic(grid, one):
     return of_two(grid, one, one.operation[-1], acts[one.operation[0]])
 
 
+@operation("rem")
+def remainder(grid, one):
+    return of_two(grid, one, one.operation[-1], np.remainder)
+
+
+@operation("sqrt")
+def square_root(grid, one):
+    if one.operation[1] != "rn":
+        raise Unknown(one.text)
+    write, a = grid.write(one.args[0], one.operation[-1]), grid.read(one.args[1], one.operation[-1])
+    return lambda mask: write(plain_nan(np.sqrt(a)), mask)
+
+
 @operation("not", "neg", "abs")
 def of_one(grid, one):
     kind = one.operation[-1]
@@ -108,6 +121,8 @@ def compare(grid, one):
     if len(one.operation) != 3 or "|" in one.args[0]:
         raise Unknown(one.text)
     write, a, b = grid.write(one.args[0], "pred"), grid.read(one.args[1], kind), grid.read(one.args[2], kind)
+    if how == "nan":
+        return lambda mask: write(np.isnan(a) | np.isnan(b), mask)
     act = getattr(operator, how[:2])
     if kind[0] == "f" and how[2:] == "u":
         return lambda mask: write(act(a, b) | np.isnan(a) | np.isnan(b), mask)
@@ -140,20 +155,23 @@ def move(grid, one):
 
 def repack(grid, one):
     """Halves of a word as one register, or the other way round."""
-    if one.operation[-1] != "b32":
+    whole = one.operation[-1]
+    if whole not in ("b32", "b64"):
         raise Unknown(one.text)
+    half, wide, bits = ("b16", np.uint32, 16) if whole == "b32" else ("b32", np.uint64, 32)
     if one.args[1].startswith("{"):
-        low, high = (grid.read(part.strip(), "b16") for part in one.args[1][1:-1].split(","))
-        write = grid.write(one.args[0], "b32")
-        return lambda mask: write(low.astype(np.uint32) | high.astype(np.uint32) << np.uint32(16), mask)
+        low, high = (grid.read(part.strip(), half) for part in one.args[1][1:-1].split(","))
+        write = grid.write(one.args[0], whole)
+        return lambda mask: write(low.astype(wide) | high.astype(wide) << wide(bits), mask)
     parts = [part.strip() for part in one.args[0][1:-1].split(",")]
-    a = grid.read(one.args[1], "b32")
-    writes = [None if part == "_" else grid.write(part, "b16") for part in parts]
+    a = grid.read(one.args[1], whole)
+    writes = [None if part == "_" else grid.write(part, half) for part in parts]
+    narrow = np.uint16 if bits == 16 else np.uint32
 
     def run(mask):
         for at, write in enumerate(writes):
             if write:
-                write((a >> np.uint32(16 * at)).astype(np.uint16), mask)
+                write((a >> wide(bits * at)).astype(narrow), mask)
 
     return run
 

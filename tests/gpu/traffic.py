@@ -6,13 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
-from gpu import codec_jobs, reference, step_jobs, top_k_jobs
+from gpu import codec_jobs, low_rank_jobs, reference, step_jobs, top_k_jobs
 from gpu.codec_jobs import TYPES, Layout, f32, grid, u32, u64
 from gpu.job import Address, Job
 from gpu.ptx import Module
 
 COUNT, PEERS = 4 * codec_jobs.TILE, 4
 SELECTED, RATIO = 2 * top_k_jobs.TILE, 0.01
+FACTORED, RANK = 1 << 16, 4
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,29 @@ def of_top_k(module: Module, dtype: str) -> list[Row]:
     return measure(module, job, [("", one) for one in least])
 
 
+def of_low_rank(module: Module, dtype: str) -> list[Row]:
+    """A square matrix. Kernels that know no type come with f32."""
+    side, size = int(FACTORED**0.5), TYPES[dtype]
+    it = low_rank_jobs.Factored(dtype, shapes=[(side, side, RANK)])
+    elements, factor = side * side, 4 * side * RANK
+    (_, values), (_, rest) = it.bucket(), it.left()
+    p, own, q, kept = (it.factors([normal(side * RANK)]) for _ in range(4))
+    finite = Address(it.job.buffer(u32(1).tobytes()))
+    (rows, by_rows), (cols, by_cols) = it.tiles(low_rank_jobs.ROWS, None), it.tiles(None, low_rank_jobs.COLUMNS)
+    both, by_both = it.tiles(low_rank_jobs.HIGH, low_rank_jobs.BROAD)
+    it.launch(f"left_{dtype}", rows, values, rest, it.about, by_rows, kept, p)
+    it.launch(f"right_{dtype}", cols, values, rest, it.about, by_cols, p, own)
+    it.launch(f"finish_{dtype}", both, values, rest, it.about, by_both, p, own, q, finite, kept)
+    least = [*2 * [(size + 4) * elements + 2 * factor], (2 * size + 8) * elements + 4 * factor]
+    if dtype == "f32":
+        # a Q that is zero is the most work
+        it.launch("start", 1, it.about, q, it.factors([np.zeros(side * RANK, f32)]))
+        it.launch("orthonormalise", 1, it.about, p)
+        it.launch("check", 1, it.about, q, finite, None)
+        least += [3 * factor, 2 * factor, factor]
+    return measure(module, it.job, [("", one) for one in least])
+
+
 def of_divide(module: Module, dtype: str) -> list[Row]:
     layout, job = Layout.of("float16", [COUNT]), Job()
     table = layout.tiles()
@@ -193,7 +217,7 @@ def of_replicas(module: Module, codec: str, dtype: str) -> list[Row]:
 def calls() -> list[tuple]:
     """What measures all kernels: functions and their arguments."""
     every = [(of_codec, codec, dtype) for codec in codec_jobs.CODECS for dtype in TYPES]
-    every += [(call, dtype) for dtype in TYPES for call in (of_top_k, of_divide, of_momentum, of_outer)]
+    every += [(call, dtype) for dtype in TYPES for call in (of_top_k, of_low_rank, of_divide, of_momentum, of_outer)]
     every += [(of_replicas, codec, dtype) for codec in (*codec_jobs.CODECS, step_jobs.PLAIN) for dtype in TYPES]
     return every + [(of_mix, *pair) for pair in codec_jobs.MIXES]
 

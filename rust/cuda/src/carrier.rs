@@ -2,11 +2,12 @@
 
 use std::any::Any;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
 use offbeat_core::algorithm::{
-    self, Apply, Carried, Keeper, LEFT, Lent, Mixing, Step, Storage, Trip, begun, numbers, selection, spans,
+    self, Apply, Carried, FACTOR, Keeper, LEFT, Lent, Mixing, Step, Storage, Trip, begun, factoring, numbers,
+    selection, spans,
 };
 use offbeat_core::bucket::{Bucket, Tensor};
 use offbeat_core::buffer::Buffer;
@@ -21,20 +22,15 @@ use crate::collective::Group;
 use crate::compressed::{Compressed, Residuals};
 use crate::gossip::Gossip;
 use crate::kernels::Way;
+use crate::low_rank::LowRank;
 use crate::memory::Piece;
 use crate::momentum::Momentum;
+use crate::odd::Odd;
 use crate::outer::{Difference, Outer};
-use crate::pinned::Words;
 use crate::queue::{Kind, Lane, Work};
 use crate::replicas::Replicas;
 use crate::select::Select;
 use crate::stream::{Address, Mark, Stream};
-
-/// For how many rounds blocks that are not finite are counted by themselves.
-const ROUNDS: u64 = 64;
-
-/// How long the end of a carrier waits for what is under way before that is given up.
-const PARTING: Duration = Duration::from_secs(5);
 
 /// Gives memory of torch's for a bucket, all zero, which the stream with this handle uses too.
 pub type Allocate = Box<dyn Fn(&Bucket, u64) -> Result<Arc<dyn Lent>> + Send + Sync>;
@@ -49,10 +45,9 @@ pub struct Carrier {
 impl Carrier {
     /// One for the buckets of one model. Other models have others.
     pub fn new(lane: Lane, allocate: Allocate) -> Result<Self> {
-        let words = Words::new(lane.group().stream.device(), ROUNDS as usize)?;
         let lane = Arc::new(lane);
-        let odd = Odd { words, newest: Mutex::default(), lane: Arc::clone(&lane) };
-        Ok(Carrier { lane, allocate, odd: Arc::new(odd) })
+        let odd = Arc::new(Odd::new(&lane)?);
+        Ok(Carrier { lane, allocate, odd })
     }
 
     /// A member's tensor to all, after what is enqueued on a stream of the caller's, which waits for it.
@@ -108,12 +103,12 @@ impl Carrier {
             }
             step @ Step::Gradient => match begun()? {
                 Some(Stage::Momentum(momentum, _)) => Stage::Momentum(Arc::clone(momentum), Way::Back),
-                _ => return Err(cannot(step.name(), group.stream.device().ordinal())),
+                _ => return Err(unbegun(step)),
             },
             Step::Difference => Stage::Difference(Arc::new(Difference::build(group, count, &spans(bucket, tensors))?)),
             step @ Step::Outer { lr, momentum } => match begun()? {
                 Some(Stage::Difference(begun)) => Stage::Outer(Outer::build(group, count, begun, *lr, *momentum)?),
-                _ => return Err(cannot(step.name(), group.stream.device().ordinal())),
+                _ => return Err(unbegun(step)),
             },
             Step::Replicas { peers, codec, gamma, seed } => {
                 let ranks: Vec<u32> = group.layout.hosts.iter().map(|members| members.len() as u32).collect();
@@ -126,6 +121,10 @@ impl Carrier {
             Step::Select { ratio, .. } => {
                 Stage::Select(Select::build(group, &selection(*ratio, bucket, tensors)?, count, dtype)?)
             }
+            Step::LowRank { rank, rate, seed, .. } => {
+                let parts = factoring(*rank, *rate, *seed, bucket, tensors)?;
+                Stage::LowRank(LowRank::build(group, &parts, count, dtype)?)
+            }
             Step::Apply { function, states } => {
                 let numbers = Bucket { dtype: DType::F32, ..bucket.clone() };
                 let state =
@@ -133,17 +132,12 @@ impl Carrier {
                 let states = states.iter().map(state).collect::<Result<_>>()?;
                 Stage::Apply { apply: Apply::new(function, bucket, tensors, memory), states }
             }
-            other => return Err(cannot(other.name(), group.stream.device().ordinal())),
         }))
     }
 }
 
-fn cannot(step: &str, device: u32) -> Error {
-    Error::unsupported(format!(
-        "the step {step} is not carried on a GPU by this version, and the model is on cuda:{device}; try: model.cpu(), or an \
-         algorithm whose steps are: allreduce, bytegrad, qsgd, qadam, onebit_adam, topk, local_sgd, diloco, decentralized, \
-         low_precision_decentralized"
-    ))
+fn unbegun(step: &Step) -> Error {
+    Error::invalid(format!("the step {} ends what another step has not begun; try: report this", step.name()))
 }
 
 fn takes(codec: &dyn Codec, dtype: DType) -> Result<()> {
@@ -167,7 +161,8 @@ impl algorithm::Carrier for Carrier {
             let stage = self.stage((steps, number), bucket, tensors, memory, &stages)?;
             stages.extend(stage.map(|stage| (number, stage)));
         }
-        Ok(Box::new(List { lane: Arc::clone(&self.lane), odd: Arc::clone(&self.odd), stages }))
+        let (lane, odd, spans) = (Arc::clone(&self.lane), Arc::clone(&self.odd), spans(bucket, tensors));
+        Ok(Box::new(List { lane, odd, stages, spans }))
     }
 
     fn mark(&self, stream: algorithm::Stream) -> Result<Arc<dyn Event>> {
@@ -199,40 +194,6 @@ impl algorithm::Carrier for Carrier {
     }
 }
 
-/// Blocks that were not finite, of each of the last rounds.
-struct Odd {
-    words: Words,
-    newest: Mutex<u64>,
-    /// Whose kernels count.
-    lane: Arc<Lane>,
-}
-
-impl Drop for Odd {
-    fn drop(&mut self) {
-        // kernels count in memory that goes now
-        if let Err(error) = self.lane.drain(PARTING) {
-            log::warn!("{}", error.message);
-        }
-    }
-}
-
-impl Odd {
-    /// Where kernels of a round count.
-    fn address(&self, round: u64) -> u64 {
-        let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        if *newest != round {
-            *newest = round;
-            self.words.clear((round % ROUNDS) as usize);
-        }
-        self.words.address((round % ROUNDS) as usize)
-    }
-
-    fn of(&self, round: u64) -> u64 {
-        let newest = *self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        if round + ROUNDS <= newest { 0 } else { u64::from(self.words.get((round % ROUNDS) as usize)) }
-    }
-}
-
 enum Stage {
     Plain(Op),
     Coded {
@@ -249,6 +210,7 @@ enum Stage {
     /// With where its random numbers begin.
     Replicas(Replicas, u64),
     Select(Select),
+    LowRank(LowRank),
     Apply {
         apply: Apply,
         /// By name, in memory of torch's: the function may hold on to it.
@@ -257,7 +219,7 @@ enum Stage {
 }
 
 impl Stage {
-    /// What it keeps for each element: its name, whose it is, and where it lies.
+    /// What it keeps, mostly for each element: its name, whose it is, and where it lies.
     fn pieces(&self) -> Vec<(&str, Keeper, Address)> {
         match self {
             Stage::Coded { kept: Some([shares, results]), .. } => {
@@ -270,6 +232,9 @@ impl Stage {
                 it.names().iter().zip(&it.copies).map(|(name, copy)| (*name, Keeper::Each, copy.address())).collect()
             }
             Stage::Select(it) => vec![(LEFT, Keeper::Each, it.left.address())],
+            Stage::LowRank(it) => {
+                vec![(LEFT, Keeper::Each, it.left.address()), (FACTOR, Keeper::All, it.factors.address())]
+            }
             Stage::Apply { states, .. } => {
                 states.iter().map(|(name, memory)| (name.as_str(), Keeper::Each, memory.start() as Address)).collect()
             }
@@ -299,6 +264,8 @@ struct List {
     odd: Arc<Odd>,
     /// With their numbers in the algorithm.
     stages: Vec<(usize, Stage)>,
+    /// The elements of each slot.
+    spans: Vec<Range<usize>>,
 }
 
 impl List {
@@ -339,6 +306,12 @@ impl List {
                 // SAFETY: as above.
                 enqueues(move |group, buffer| unsafe { it.run(group, buffer, odd) })
             }
+            Stage::LowRank(it) => {
+                let (odd, traffic) = (self.odd.address(step), it.traffic());
+                trip.tally.add(traffic.0, traffic.1, 0);
+                // SAFETY: as above.
+                enqueues(move |group, buffer| unsafe { it.run(group, buffer, odd) })
+            }
             // called when it is its turn, and enqueues what it does
             Stage::Apply { apply, states } => {
                 let ran = trip.ran;
@@ -358,7 +331,7 @@ impl List {
         })
     }
 
-    fn place(&self, at: usize) -> Result<Address> {
+    fn address(&self, at: usize) -> Result<Address> {
         let place = self.pieces().nth(at).map(|(_, place)| place);
         place.ok_or_else(|| Error::invalid(format!("nothing is kept under number {at}; try: report this")))
     }
@@ -380,10 +353,19 @@ impl Carried for List {
         self.pieces().map(|((step, name, keeper), _)| (step, name.to_owned(), keeper)).collect()
     }
 
+    fn place(&self, at: usize, slot: usize) -> Range<usize> {
+        let owner =
+            self.stages.iter().flat_map(|(_, stage)| stage.pieces().into_iter().map(move |it| (stage, it.0))).nth(at);
+        match owner {
+            Some((Stage::LowRank(it), name)) => it.place(name, slot),
+            _ => self.spans[slot].clone(),
+        }
+    }
+
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>> {
-        let (size, place) = (size_of::<f32>(), self.place(at)?);
+        let (size, place) = (size_of::<f32>(), self.address(at)?);
         let mut bytes = vec![0; range.len() * size];
-        // SAFETY: what is kept has a number for each element of the bucket.
+        // SAFETY: `place` said where the numbers are.
         unsafe { self.lane.group().stream.download(place + (range.start * size) as u64, &mut bytes)? };
         let number = |bytes: &[u8]| bytes.try_into().map(f32::from_le_bytes).unwrap_or_default();
         Ok(bytes.chunks_exact(size).map(number).collect())
@@ -391,7 +373,7 @@ impl Carried for List {
 
     fn write(&self, at: usize, first: usize, values: &[f32]) -> Result<()> {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
-        let place = self.place(at)? + (first * size_of::<f32>()) as u64;
+        let place = self.address(at)? + (first * size_of::<f32>()) as u64;
         // SAFETY: as above.
         unsafe { self.lane.group().stream.upload(&bytes, place) }
     }

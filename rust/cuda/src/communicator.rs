@@ -285,10 +285,26 @@ impl Calls<'_> {
     /// # Safety
     /// As for [`Calls::send`].
     pub unsafe fn all_reduce(&mut self, at: Address, count: usize, dtype: DType, op: Op) -> Result<()> {
+        // SAFETY: the caller's promise.
+        unsafe { self.all_reduce_to(at, at, count, dtype, op) }
+    }
+
+    /// Reduces over all members, from one place to another.
+    ///
+    /// # Safety
+    /// As for [`Calls::send`].
+    pub unsafe fn all_reduce_to(
+        &mut self,
+        from: Address,
+        to: Address,
+        count: usize,
+        dtype: DType,
+        op: Op,
+    ) -> Result<()> {
         let (dtype, op) = (type_code(dtype)?, op_code(op)?);
         let stream = self.stream.raw().cast();
         // SAFETY: the caller's promise.
-        let code = unsafe { (self.call.all_reduce)(at as _, at as _, count, dtype, op, self.raw, stream) };
+        let code = unsafe { (self.call.all_reduce)(from as _, to as _, count, dtype, op, self.raw, stream) };
         self.note(code);
         Ok(())
     }

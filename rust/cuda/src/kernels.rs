@@ -3,6 +3,7 @@
 //! A module is handed to the driver when a kernel of it is first asked for, since the driver compiles it then: a job that
 //! uses one codec does not wait for all others.
 
+pub mod low_rank;
 mod steps;
 pub mod top_k;
 

@@ -9,8 +9,8 @@
 //! - [`site`]: what a rank has of CUDA; [`carrier`]: a model's steps, core's `Carrier`; [`ferry`]: its snapshots in the
 //!   background, core's `Ferry`
 //! - [`queue`]: collectives in order, core's `Queue`; [`watch`]: the thread that sees when they hang
-//! - [`compressed`], [`select`], [`gossip`], [`replicas`], [`collective`]: what is enqueued for each; [`plan`]: who carries what
-//!   (pure)
+//! - [`compressed`], [`select`], [`low_rank`], [`gossip`], [`replicas`], [`collective`]: what is enqueued for each; [`plan`]: who
+//!   carries what (pure)
 //! - [`momentum`], [`outer`]: steps that exchange nothing
 //! - [`kernels`]: our kernels by name; [`module`]: PTX on a device
 //! - [`communicator`]: ranks that NCCL connects; [`nccl`]: its library; [`story`]: what became of a communicator
@@ -39,10 +39,12 @@ pub mod ferry;
 pub mod gossip;
 pub mod kernels;
 pub mod library;
+pub mod low_rank;
 pub mod memory;
 pub mod module;
 pub mod momentum;
 pub mod nccl;
+mod odd;
 pub mod outer;
 pub mod pinned;
 pub mod plan;

@@ -111,6 +111,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __ddiv_rn(double a, double b) { return a / b; }
+inline double __dsqrt_rn(double x) { return std::sqrt(x); }
 inline float __double2float_rn(double x) { return (float)x; }
 inline int __double2int_rn(double x) { return (int)std::nearbyint(x); }
 inline void store_wide(void *to, uint4 raw) { *(uint4 *)to = raw; }

@@ -43,6 +43,13 @@ SELECTED = [
     "TopK(ratio=1.0)",
 ]
 
+# the lower the rank the more matrices; of nine columns of a factor one is left for a second pass
+FACTORED = [
+    "powersgd",
+    "PowerSGD(rank=1, hierarchical=False)",
+    "PowerSGD(rank=9, least=0, warmup_steps=1)",
+]
+
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["momentum", "weights", "copies"])
@@ -73,6 +80,15 @@ def test_selected_short_floats_too(train, layout):
     train(both, LAYOUTS[layout], SHORT, "TopK(ratio=0.1)")
 
 
+@pytest.mark.parametrize("layout", IN_ORDER)
+def test_factored_training_has_the_bits_of_the_cpu(train, layout):
+    train(both, LAYOUTS[layout], "float32", *FACTORED)
+
+
+def test_factored_short_floats_too(train):
+    train(both, "ab", SHORT, "PowerSGD(rank=2)")
+
+
 @pytest.mark.parametrize("layout", ["alone on a host", "three hosts", "three and one"])
 def test_functions_of_the_users_have_the_bits_of_the_cpu(train, layout):
     train(both, LAYOUTS[layout], "float32", "Vote()")
@@ -96,14 +112,16 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(train):
 @pytest.mark.parametrize("layout", ["alone on a host", "two each"])
 def test_a_run_goes_on_with_what_was_left_of_gradients(train, layout):
     selected = ["TopK(ratio=0.1)", "TopK(ratio=0.1, warmup_steps=2)"]
-    train(stopped, LAYOUTS[layout], "gpu:6 gpu:3,gpu:6", "ByteGrad(feedback=True)", "qsgd", *selected, "Vote()")
+    others = ["ByteGrad(feedback=True)", "qsgd", "PowerSGD(rank=2)", "Vote()"]
+    train(stopped, LAYOUTS[layout], "gpu:6 gpu:3,gpu:6", *others, *selected)
 
 
 def test_checkpoints_move_between_cpu_and_gpu(train):
     # without residuals of codecs, which lie with other ranks there
     ways = "cpu:7 cpu:4,gpu:7 gpu:4,cpu:7"
     some = ["QAdam(warmup_steps=2)", *PLAIN_WEIGHTS, CODED_WEIGHTS[2], "TopK(ratio=0.1)", "Vote(codec=None)"]
-    train(stopped, "ab", ways, *some)
+    # the second of them begins to factor after that
+    train(stopped, "ab", ways, *some, "PowerSGD(rank=2)", "PowerSGD(rank=1, warmup_steps=5)")
     train(stopped, "abc", ways, *OF_COPIES)
 
 
@@ -181,8 +199,10 @@ def test_steps_that_a_scaler_leaves_out(train):
     train(scaled, "ab")
 
 
-def selected_odd():
-    """Selects from values of which some are not finite, on both paths. What is left must not be spoiled."""
+def lossy_odd():
+    """Selects from or factors values of which some are not finite, on both paths. What is kept must not be spoiled."""
+    import sys
+
     import torch
     from gpu_training import bits, leave
     from standin import Double, in_place_of_a_gpu
@@ -194,8 +214,8 @@ def selected_odd():
     def run():
         torch.manual_seed(3)
         model = torch.nn.Linear(300, 30)
-        sgd, topk = torch.optim.SGD(model.parameters(), lr=0.0), offbeat.algorithms.TopK(ratio=0.1)
-        optimizer = offbeat.DistributedOptimizer(sgd, model, topk)
+        sgd, lossy = torch.optim.SGD(model.parameters(), lr=0.0), eval(sys.argv[1], vars(offbeat.algorithms))
+        optimizer = offbeat.DistributedOptimizer(sgd, model, lossy)
         seen = []
         for number in range(4):
             optimizer.zero_grad()
@@ -214,7 +234,7 @@ def selected_odd():
     with in_place_of_a_gpu(double):
         found = run()
     assert any(not tensor.isfinite().all() for tensor in usual)
-    assert len(usual) == len(found) == 16
+    assert len(usual) == len(found) == int(sys.argv[2])
     for number, (a, b) in enumerate(zip(usual, found, strict=True)):
         assert torch.equal(a.isnan(), b.isnan()), number
         assert torch.equal(bits(a.nan_to_num(nan=0.5)), bits(b.nan_to_num(nan=0.5))), number
@@ -223,4 +243,8 @@ def selected_odd():
 
 @pytest.mark.parametrize("layout", ["alone on a host", "two each"])
 def test_what_is_left_is_that_of_the_cpu_after_values_that_are_not_finite(train, layout):
-    train(selected_odd, LAYOUTS[layout])
+    train(lossy_odd, LAYOUTS[layout], "TopK(ratio=0.1)", 16)
+
+
+def test_factors_are_those_of_the_cpu_after_values_that_are_not_finite(train):
+    train(lossy_odd, "ab", "PowerSGD(rank=3)", 24)

@@ -43,7 +43,7 @@ def test_four_hosts(train):
 
 # the first stream is torch's, the second is of gradients, the third of weights
 def test_every_schedule_of_streams_gives_the_same_bits(train):
-    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", "Vote()", *range(4))
+    train(both, "ab", "float32", "bytegrad", "allreduce", "TopK(ratio=0.1)", "powersgd", "Vote()", *range(4))
     train(both, "ab", "float32", "LocalSGD(every=2, warmup_steps=2)", *range(8))
 
 
@@ -77,6 +77,8 @@ def counted():
             step()
         spent = {name: count - before[name] for name, count in double.counts().items()}
         assert [spent.pop("kernels"), spent.pop("groups")] == [10 * kernels, 10 * groups], spent
+        # of P and of Q
+        assert spent.pop("ncclAllReduce") == (20 if algorithm == "powersgd" else 0), spent
         # a mark before and one after
         assert spent.pop("cuEventCreate") == 20, spent
         assert not any(spent.values()), spent
@@ -95,6 +97,8 @@ COUNTS = {
     "topk": (13, 1),
     # tell and hear; to the peers
     "low_precision_decentralized": (2, 1),
+    # where Q begins, P, what is whole; P orthonormal, Q; whether that is finite, the product, what is whole
+    "powersgd": (8, 2),
 }
 
 
@@ -186,7 +190,6 @@ def refused():
     offbeat.init(timeout=10.0)
     if case == "steps":
         with in_place_of_a_gpu(Double()):
-            fails(offbeat.errors.Unsupported, "low_rank is not carried on a GPU|try: model.cpu()", make, "PowerSGD()")
             fails(offbeat.errors.Unsupported, "bucket_bytes", make, "allreduce", bucket_bytes="auto")
         # the same ranks train on the CPU afterwards
         make("allreduce")[1].remove()
@@ -228,7 +231,9 @@ def non_finite():
     double = Double()
     with in_place_of_a_gpu(double):
         model = torch.nn.Linear(300, 3)
-        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, sys.argv[1])
+        # of a higher rank so small a matrix travels whole
+        algorithm = offbeat.algorithms.PowerSGD(rank=1) if sys.argv[1] == "powersgd" else sys.argv[1]
+        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, algorithm)
 
         def backward(value=1.0):
             optimizer.zero_grad()
@@ -258,6 +263,6 @@ def non_finite():
     leave(double, whole=True)
 
 
-@pytest.mark.parametrize("algorithm", ["bytegrad", "topk"])
+@pytest.mark.parametrize("algorithm", ["bytegrad", "topk", "powersgd"])
 def test_values_that_are_not_finite_are_told_later_on_all_ranks_alike(train, algorithm):
     train(non_finite, "ab", algorithm)

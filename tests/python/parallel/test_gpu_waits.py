@@ -47,6 +47,7 @@ TRAINING = {
     "before a bucket of a later round": (LAZY_TORCH, "allreduce", "cuStreamWaitEvent", "ours", "8"),
     "before an encoded bucket": (LAZY_TORCH, "bytegrad", "cuStreamWaitEvent", "ours", "2"),
     "before a selected bucket": (LAZY_TORCH, "TopK(ratio=0.1)", "cuStreamWaitEvent", "ours", "2"),
+    "before a factored bucket": (LAZY_TORCH, "powersgd", "cuStreamWaitEvent", "ours", "2"),
     "before weights": (LAZY_TORCH, "LocalSGD(every=1)", "cuStreamWaitEvent", "ours", "0"),
     "before later weights": (LAZY_TORCH, "LocalSGD(every=1)", "cuStreamWaitEvent", "ours", "4"),
     "after the first round": (LAZY_OURS, "allreduce", "cuStreamWaitEvent", "torch's", "2"),

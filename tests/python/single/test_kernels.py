@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gpu import building, checks, codec_jobs, golden, mutants, reference, shim, top_k_jobs, traffic
+from gpu import building, checks, codec_jobs, golden, low_rank_jobs, mutants, reference, shim, top_k_jobs, traffic
 from gpu.checks import toolchain
 from gpu.codec_jobs import CODECS, TYPES
 from gpu.job import canonical
@@ -66,6 +66,7 @@ def test_the_reference_gives_the_golden_vectors():
         fed, left = top_k_jobs.select(values, residual, chosen)
         assert fed == golden.section("top_k", case, "encoded with residual"), case
         assert canonical(left.tobytes(), "f32").tobytes() == golden.section("top_k", case, "residual after"), case
+    low_rank_jobs.check_reference()
 
 
 @can_build

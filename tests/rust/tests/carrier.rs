@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use offbeat_core::algorithm::{
-    self, Carried, Carrier, Description, Keeper, Lent, Step, Storage, Stream, Trip, What, When, meet,
+    self, Carried, Carrier, Description, Keeper, Lent, Step, Storage, Stream, Trip, What, When, meet, spans,
 };
 use offbeat_core::bucket::{Bucket, Sizes, Tensor};
 use offbeat_core::buffer::{Buffer, Place};
@@ -80,10 +80,10 @@ impl Carrier for Device {
         Ok(Arc::new(Room(vec![0; bucket.bytes()])))
     }
 
-    fn build(&self, steps: &[Step], _: &Bucket, _: &[Tensor], _: &Storage) -> Result<Box<dyn Carried>> {
+    fn build(&self, steps: &[Step], bucket: &Bucket, tensors: &[Tensor], _: &Storage) -> Result<Box<dyn Carried>> {
         match steps.iter().find(|step| matches!(step, Step::Select { .. })) {
             Some(step) => Err(Error::unsupported(format!("no {}", step.name()))),
-            None => Ok(Box::new(Steps(Arc::clone(&self.0)))),
+            None => Ok(Box::new(Steps(Arc::clone(&self.0), spans(bucket, tensors)))),
         }
     }
 
@@ -111,7 +111,7 @@ impl Carrier for Device {
     }
 }
 
-struct Steps(Arc<Diary>);
+struct Steps(Arc<Diary>, Vec<Range<usize>>);
 
 impl Carried for Steps {
     fn enqueue(&self, trip: &Trip<'_>) -> Result<Arc<dyn Event>> {
@@ -133,6 +133,10 @@ impl Carried for Steps {
 
     fn kept(&self) -> Vec<(usize, String, Keeper)> {
         vec![(0, "numbers".to_owned(), Keeper::All)]
+    }
+
+    fn place(&self, _: usize, slot: usize) -> Range<usize> {
+        self.1[slot].clone()
     }
 
     fn read(&self, _: usize, range: Range<usize>) -> Result<Vec<f32>> {

@@ -16,7 +16,9 @@ use proptest::prelude::*;
 
 const STREAM: u64 = 0x0123_4567_89ab_cdef;
 const RATIO: f64 = 0.05;
-const SHAPE: (usize, usize, usize) = (37, 53, 3);
+/// Matrices: one with nothing left of earlier rounds, and two beyond the columns and rows that are summed by themselves.
+const SHAPES: [(&str, (usize, usize, usize)); 3] =
+    [("ordinary", (37, 53, 3)), ("wide", (4, 1100, 2)), ("tall", (140, 30, 3))];
 
 /// Some input: values, and the residual that is added to them.
 struct Case {
@@ -124,23 +126,27 @@ fn of_top_k(cases: &[Case]) -> File {
 }
 
 fn of_low_rank(cases: &[Case]) -> File {
-    let (rows, cols, rank) = SHAPE;
-    let (m, shape) = (&cases[0].values[..rows * cols], LowRank::new(rows, cols, rank).unwrap());
     let mut file = File::default();
-    let (mut p, mut q) = (vec![0.0; shape.left_len()], vec![0.0; shape.right_len()]);
-    let (mut out, mut left) = (m.to_vec(), vec![0.0; m.len()]);
-    shape.start(STREAM, &mut q);
-    let mut add = |what: &str, values: &[f32]| file.add("ordinary", what, &bytes_of(values));
-    add("q at the start", &q);
-    shape.left(m, &left, &q, &mut p);
-    add("p", &p);
-    shape.orthonormalise(&mut p);
-    add("p orthonormal", &p);
-    shape.right(m, &left, &p, &mut q);
-    add("q", &q);
-    assert!(shape.finish(&mut out, &mut left, &p, &q, &q));
-    add("product", &out);
-    add("residual after", &left);
+    for (name, (rows, cols, rank)) in SHAPES {
+        let (m, shape) = (&cases[0].values[..rows * cols], LowRank::new(rows, cols, rank).unwrap());
+        let (mut p, mut q) = (vec![0.0; shape.left_len()], vec![0.0; shape.right_len()]);
+        let (mut out, mut left) = (m.to_vec(), vec![0.0; m.len()]);
+        if name != "ordinary" {
+            left.copy_from_slice(&cases[0].residual[..m.len()]);
+        }
+        shape.start(STREAM, &mut q);
+        let mut add = |what: &str, values: &[f32]| file.add(name, what, &bytes_of(values));
+        add("q at the start", &q);
+        shape.left(m, &left, &q, &mut p);
+        add("p", &p);
+        shape.orthonormalise(&mut p);
+        add("p orthonormal", &p);
+        shape.right(m, &left, &p, &mut q);
+        add("q", &q);
+        assert!(shape.finish(&mut out, &mut left, &p, &q, &q));
+        add("product", &out);
+        add("residual after", &left);
+    }
     file
 }
 
@@ -173,8 +179,9 @@ fn files() -> BTreeMap<String, Vec<u8>> {
         add(codec.name(), &about, of_codec(codec, &cases), ",");
     }
     add("top_k", &format!("\"ratio\": {RATIO}, "), of_top_k(&cases), ",");
-    let (rows, cols, rank) = SHAPE;
-    let about = format!("\"rows\": {rows}, \"cols\": {cols}, \"rank\": {rank}, \"key\": \"{STREAM:016x}\", ");
+    let shapes: Vec<String> =
+        SHAPES.map(|(name, (rows, cols, rank))| format!("\"{name}\": [{rows}, {cols}, {rank}]")).to_vec();
+    let about = format!("\"rows, columns and rank\": {{{}}}, \"key\": \"{STREAM:016x}\", ", shapes.join(", "));
     add("low_rank", &about, of_low_rank(&cases), "");
     index.push_str("  }\n}\n");
     files.insert("index.json".to_owned(), index.into_bytes());

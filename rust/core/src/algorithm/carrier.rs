@@ -46,8 +46,10 @@ pub trait Carried: Send + Sync {
     fn enqueue(&self, trip: &Trip<'_>) -> Result<Arc<dyn Event>>;
     /// Enqueues that anchors and copies begin with the weights in a bucket, after some events. The event is its end.
     fn begin(&self, buffer: Buffer, after: &[Arc<dyn Event>]) -> Result<Arc<dyn Event>>;
-    /// (step, name, whose it is) of what is kept for each element of the bucket.
+    /// (step, name, whose it is) of what is kept.
     fn kept(&self) -> Vec<(usize, String, Keeper)>;
+    /// Where the `at`-th of these has its numbers of a slot of the bucket.
+    fn place(&self, at: usize, slot: usize) -> Range<usize>;
     /// Some numbers of the `at`-th of these; waits for what is under way.
     fn read(&self, at: usize, range: Range<usize>) -> Result<Vec<f32>>;
     /// Puts some there.

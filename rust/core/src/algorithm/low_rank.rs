@@ -14,6 +14,7 @@ use std::ops::Range;
 
 use super::memory::{Keeper, Memory};
 use super::pipeline::{Round, read_floats, with_floats};
+use super::select::LEFT;
 use crate::bucket::{Bucket, Slot, Tensor};
 use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
@@ -23,29 +24,54 @@ use crate::digest::digest;
 use crate::dtype::{DType, Op};
 use crate::{Error, Result};
 
+/// The Q of each matrix is called this.
+pub const FACTOR: &str = "factor";
+
 pub(super) struct LowRank {
     parts: Vec<Part>,
-    seed: u64,
 }
 
 /// A slot, and what becomes of it.
-struct Part {
-    range: Range<usize>,
-    /// The hash of its name.
-    key: u64,
+#[derive(Clone, Debug)]
+pub struct Part {
+    /// Its elements.
+    pub range: Range<usize>,
+    /// From which its Q begins.
+    pub key: u64,
     /// Its factors; none if it travels whole.
-    shape: Option<codec::LowRank>,
+    pub shape: Option<codec::LowRank>,
 }
 
 impl Part {
+    /// How many numbers of what is left are kept of it.
+    pub fn left_len(&self) -> usize {
+        self.shape.map_or(0, |_| self.range.len())
+    }
+
     /// How much of the first call is its.
-    fn first_len(&self) -> usize {
+    pub fn first_len(&self) -> usize {
         self.shape.map_or(self.range.len(), |shape| shape.left_len())
     }
 
-    fn second_len(&self) -> usize {
+    /// How much of the second call is its: its Q.
+    pub fn second_len(&self) -> usize {
         self.shape.map_or(0, |shape| shape.right_len())
     }
+}
+
+/// What becomes of each slot of a bucket.
+pub fn factoring(rank: usize, rate: f64, seed: u64, bucket: &Bucket, tensors: &[Tensor]) -> Result<Vec<Part>> {
+    // says what is wrong with the rank, whatever the tensors
+    codec::LowRank::new(1, 1, rank)?;
+    if !(0.0..=1e6).contains(&rate) {
+        return Err(Error::invalid(format!("a least rate of compression of {rate}; try: 2, or 0 for all matrices")));
+    }
+    let part = |slot: &Slot| {
+        let tensor = &tensors[slot.tensor];
+        let range = slot.offset..slot.offset + tensor.count;
+        Ok(Part { range, key: mix(seed, digest(tensor.name.as_bytes())), shape: factors(tensor, rank, rate)? })
+    };
+    bucket.slots.iter().map(part).collect()
 }
 
 /// The factors of a tensor, if it is a matrix and they are at least `rate` times smaller.
@@ -67,25 +93,12 @@ impl LowRank {
         bucket: &Bucket,
         tensors: &[Tensor],
     ) -> Result<(Self, Vec<Memory>)> {
-        // says what is wrong with the rank, whatever the tensors
-        codec::LowRank::new(1, 1, rank)?;
-        if !(0.0..=1e6).contains(&rate) {
-            return Err(Error::invalid(format!(
-                "a least rate of compression of {rate}; try: 2, or 0 for all matrices"
-            )));
-        }
-        let part = |slot: &Slot| {
-            let tensor = &tensors[slot.tensor];
-            let range = slot.offset..slot.offset + tensor.count;
-            Ok(Part { range, key: digest(tensor.name.as_bytes()), shape: factors(tensor, rank, rate)? })
-        };
-        let parts = bucket.slots.iter().map(part).collect::<Result<Vec<Part>>>()?;
-        let left = parts.iter().map(|part| part.shape.map_or(0, |_| part.range.len()));
+        let parts = factoring(rank, rate, seed, bucket, tensors)?;
         let memories = vec![
-            Memory::of_slots("left", Keeper::Each, left),
-            Memory::of_slots("factor", Keeper::All, parts.iter().map(Part::second_len)),
+            Memory::of_slots(LEFT, Keeper::Each, parts.iter().map(Part::left_len)),
+            Memory::of_slots(FACTOR, Keeper::All, parts.iter().map(Part::second_len)),
         ];
-        Ok((LowRank { parts, seed }, memories))
+        Ok((LowRank { parts }, memories))
     }
 
     pub(super) fn run(&self, round: &Round<'_>, memories: &mut [Memory]) -> Result<()> {
@@ -112,7 +125,7 @@ impl LowRank {
                 Some(shape) => {
                     let q = factor.slot(slot);
                     if q.iter().all(|value| *value == 0.0) {
-                        shape.start(mix(self.seed, part.key), q);
+                        shape.start(part.key, q);
                     }
                     shape.left(values, left.slot(slot), q, p);
                 }

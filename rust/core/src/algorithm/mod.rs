@@ -21,6 +21,7 @@ mod step;
 pub use all_reduce::numbers;
 pub use apply::{Apply, Function, Room};
 pub use carrier::{Carried, Carrier, Lent, Storage, Stream, Trip, meet};
+pub use low_rank::{FACTOR, Part, factoring};
 pub use memory::{Keeper, Saved, spans};
 pub use mixing::{Mixing, Rule};
 pub use pipeline::{Pipeline, Round};

@@ -7,7 +7,7 @@ use super::all_reduce::AllReduce;
 use super::apply::Apply;
 use super::carrier::{Carried, Carrier, Storage, Trip};
 use super::low_rank::LowRank;
-use super::memory::{Keeper, Memory, Saved, spans};
+use super::memory::{Keeper, Memory, Saved};
 use super::momentum::Momentum;
 use super::outer::{Difference, Outer};
 use super::replicas::Replicas;
@@ -87,8 +87,6 @@ pub struct Pipeline {
     first: usize,
     /// Where the bucket is on a device: what does the same there, in the warm-up and after it.
     carried: Option<[Box<dyn Carried>; 2]>,
-    /// The elements of each slot, for these.
-    places: Vec<Range<usize>>,
 }
 
 impl Pipeline {
@@ -128,7 +126,6 @@ impl Pipeline {
         if let Some(carrier) = carrier {
             let build = |steps| carrier.build(steps, bucket, tensors, memory);
             pipeline.carried = Some([build(first)?, build(steps)?]);
-            pipeline.places = spans(bucket, tensors);
             return Ok(pipeline);
         }
         for list in [first, steps] {
@@ -261,7 +258,7 @@ impl Pipeline {
     pub fn saved(&self, slot: usize) -> Result<Vec<Saved>> {
         let mut saved = Vec::new();
         for (carried, at, (number, name, keeper)) in self.kept() {
-            let values = carried.read(at, self.places[slot].clone())?;
+            let values = carried.read(at, carried.place(at, slot))?;
             saved.push(Saved { name: format!("{number}.{name}"), keeper, values });
         }
         for (number, stage) in self.stages.iter().enumerate() {
@@ -287,7 +284,7 @@ impl Pipeline {
     pub fn restore(&self, slot: usize, name: &str, values: &[f32], wrong: &dyn Fn(usize) -> Error) -> Result<()> {
         let is_it = |kept: &(usize, String, Keeper)| format!("{}.{}", kept.0, kept.1) == name;
         for (carried, at, _) in self.kept().filter(|(.., kept)| is_it(kept)) {
-            let place = &self.places[slot];
+            let place = carried.place(at, slot);
             if place.len() != values.len() {
                 return Err(wrong(place.len()));
             }

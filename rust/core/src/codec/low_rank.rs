@@ -41,6 +41,11 @@ impl LowRank {
         Ok(LowRank { rows, cols, rank })
     }
 
+    /// Rows and columns of the matrix, and columns of its factors.
+    pub fn dims(&self) -> (usize, usize, usize) {
+        (self.rows, self.cols, self.rank)
+    }
+
     /// Numbers of P.
     pub fn left_len(&self) -> usize {
         self.rows * self.rank
