@@ -10,15 +10,18 @@
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .errors import InvalidArgument, Unsupported
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Listener(Protocol):
@@ -198,6 +201,26 @@ def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
     return ready
 
 
+def refuse_early_steps(named: Iterable[tuple[str, Tensor]]) -> None:
+    """A step that is made while backward runs takes this rank's own gradient, and replicas drift apart."""
+    hooked = []
+    for name, parameter in named:
+        if getattr(parameter, "_in_backward_optimizers", None):  # torch's mark
+            raise InvalidArgument(
+                f"{name} is stepped by an optimizer in backward, as soon as its gradient is there and before it is "
+                "averaged; let optimizer.step() do it after backward"
+            )
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            hooked.append(name)
+    if hooked:
+        warnings.warn(
+            f"{len(hooked)} parameters have hooks that run when their gradient is accumulated, e.g. {hooked[0]}: they "
+            "see this rank's own gradient. If they make the optimizer's steps, replicas drift apart; do that after "
+            "backward, when gradients are averaged.",
+            stacklevel=2,
+        )
+
+
 def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], None]:
     """Has each gradient of a parameter put into its slot in a bucket. Gives what takes the hook away."""
     index, arrived = slot.index, line.arrived
@@ -261,6 +284,29 @@ class After(ForwardHook):
     def begins(self, held: bool, _: Tensor) -> None:
         """Before the first gradient."""
         self.line.begin(held)
+
+
+class FirstTraining(Generic[M]):
+    """Runs before the forwards of a copy of a wrapped model, and tells of the first one in training."""
+
+    def __init__(self, model: M, begins: Callable[[M], None]) -> None:
+        self.model = weakref.ref(model)
+        self.begins: Callable[[M], None] | None = begins
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+    @_disable_dynamo
+    def __call__(self, module: M, _: object) -> None:
+        begins = self.begins
+        if begins is not None and module is self.model() and module.training and torch.is_grad_enabled():
+            self.begins = None
+            begins(module)
+
+
+def before_training(model: M, begins: Callable[[M], None]) -> None:
+    """Has a function called before the first forward of the model in training."""
+    model.register_forward_pre_hook(FirstTraining(model, begins), prepend=True)
 
 
 def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[], None]:

@@ -119,6 +119,7 @@ class Replica:
         if self.world == 1:
             sweep.report_alone()
             return
+        hooks.refuse_early_steps(self._active)
         agreement.refuse_sparse([*self._named, *self._buffers()])
         devices.refuse_elsewhere([*self._named, *self._buffers()])
         device = devices.of(self._named)
