@@ -153,9 +153,9 @@ class Slot:
                 f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try "
                 "nn.Embedding(..., sparse=False), or leave the parameter out of this optimizer and exchange it yourself"
             )
-        if other.dtype is not self.dtype:
+        if (dtype := type_of_gradient(other)) is not self.dtype:
             raise InvalidArgument(
-                f"{self.name} was {self.dtype} when it was wrapped and is {other.dtype} now; convert the model first, "
+                f"{self.name} was {self.dtype} when it was wrapped and is {dtype} now; convert the model first, "
                 "then wrap it"
             )
 
@@ -364,6 +364,16 @@ def rows(parameter: Tensor) -> int:
         return 1
     strides = parameter.stride() if is_dense(parameter.shape, parameter.stride()) else range(parameter.dim(), 0, -1)
     return max(zip(strides, parameter.shape, strict=True))[1]
+
+
+def type_of_gradient(parameter: Tensor) -> torch.dtype:
+    """The parameter's own type, unless torch was told another (`grad_dtype`)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def dtype_of_gradient(parameter: Tensor) -> str:
+    """The type of the numbers in a parameter's gradient."""
+    return str(type_of_gradient(parameter).to_real()).removeprefix("torch.")
 
 
 def elements(parameter: Tensor) -> int:

@@ -113,7 +113,7 @@ class DataParallel(nn.Module):
         return self.__dict__ | new
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
         hooks.before_training(self, DataParallel._training_begins)
 
     def remove(self) -> nn.Module:

@@ -89,6 +89,8 @@ class Replica:
         self._active: list[tuple[str, Tensor]] = []
         self._frozen: list[Tensor] = []
         self._slots: list[hooks.Slot] = []
+        # Those of the active ones that a backward did not reach, in any round.
+        self._missed: set[int] = set()
         self._scheduler: _core.Scheduler | None = None
         # Where gradients are, and who carries them there.
         self._carriage: devices.Home | devices.Carriage = devices.Home()
@@ -112,6 +114,7 @@ class Replica:
     def _start(self) -> None:
         """Makes ranks agree on tensors and values, and starts the core's scheduler."""
         owners.claim(self, self._named)
+        self._missed = set()
         before = {id(tensor) for _, tensor in self._active}
         self._active = [(name, t) for name, t in self._named if t.requires_grad or id(t) in before]
         active = {id(tensor) for _, tensor in self._active}
@@ -153,7 +156,7 @@ class Replica:
         self._scheduler = runtime.current().scheduler(
             lanes,
             self.number,
-            [(name, hooks.elements(p), hooks.rows(p), agreement.dtype_of(p)) for name, p in self._active],
+            [(name, hooks.elements(p), hooks.rows(p), hooks.dtype_of_gradient(p)) for name, p in self._active],
             what=self.algorithm.what,
             when=self.algorithm.when,
             every=self.algorithm.every if self.algorithm.sync() is None else 1,
@@ -369,6 +372,7 @@ class Replica:
         else:
             # only gradients of inputs were asked for: that is no training step
             self._refuse_converted()
+            self._refuse_replaced()
 
     def _deliver(self) -> None:
         try:
@@ -380,6 +384,18 @@ class Replica:
     def _refuse_converted(self) -> None:
         for slot, (_, parameter) in zip(self._slots, self._active, strict=True):
             slot.refuse(parameter)
+
+    def _refuse_replaced(self) -> None:
+        """Parameters that are not the model's any more get no gradient, and nobody would exchange those of the new."""
+        present = {id(tensor): agreement.plain(name) for name, tensor in self.model.named_parameters()}
+        names = set(present.values())
+        for name, tensor in self._active:
+            if id(tensor) not in present and agreement.plain(name) in names:
+                self._broken = True
+                raise InvalidArgument(
+                    f"{name} is another parameter of the model than it was when it was wrapped: its gradient would "
+                    "silently stay on this rank; replace modules, or load_state_dict(..., assign=True), before wrapping"
+                )
 
     def _refuse_thawed(self) -> None:
         """Buckets are made anew where a forward in training begins. Without one the gradient of a parameter that was
@@ -406,7 +422,11 @@ class Replica:
 
     def _finish(self, scheduler: _core.Scheduler) -> None:
         absent, earlier = [], []
-        for index in scheduler.missing():
+        missing = scheduler.missing()
+        if not self._missed.issuperset(missing):
+            self._missed.update(missing)
+            self._refuse_replaced()
+        for index in missing:
             name, parameter = self._active[index]
             if parameter.grad is None:
                 self._carriage.absent(scheduler, index, self._slots[index].home)

@@ -304,7 +304,7 @@ def test_copies_of_data_parallel_are_wrapped_when_they_are_trained(ranks):
         import io
 
         import torch
-        from support import digest, loss_of, make_batch, make_model, make_optimizer, same_everywhere, train
+        from support import digest, fails, loss_of, make_batch, make_model, make_optimizer, same_everywhere, train
 
         import offbeat
         from offbeat.errors import InvalidArgument, NotInitialized
@@ -359,21 +359,11 @@ def test_copies_of_data_parallel_are_wrapped_when_they_are_trained(ranks):
         local = offbeat.DataParallel(model, make_optimizer("sgd", model), "local_sgd")
         second = copy.deepcopy(local)
         second.eval()(make_batch("cnn", 0, 0)[0])
-        try:
-            second.train()(make_batch("cnn", 0, 0)[0])
-        except InvalidArgument as error:
-            assert "there is no optimizer" in str(error)
-        else:
-            raise AssertionError("trained without an optimizer")
+        fails(InvalidArgument, "there is no optimizer", second.train(), make_batch("cnn", 0, 0)[0])
         offbeat.shutdown()
         late = load(file.getvalue())
         late.eval()(make_batch("cnn", 0, 0)[0])
-        try:
-            late.train()(make_batch("cnn", 0, 0)[0])
-        except NotInitialized:
-            pass
-        else:
-            raise AssertionError("trained before init")
+        fails(NotInitialized, "offbeat.init()", late.train(), make_batch("cnn", 0, 0)[0])
 
     ranks(script, 2)
 
