@@ -300,8 +300,8 @@ class FirstTraining(Generic[M]):
     def __call__(self, module: M, _: object) -> None:
         begins = self.begins
         if begins is not None and module is self.model() and module.training and torch.is_grad_enabled():
-            self.begins = None
             begins(module)
+            self.begins = None  # not before: who tries again after an error must not train alone
 
 
 def before_training(model: M, begins: Callable[[M], None]) -> None:
