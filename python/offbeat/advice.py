@@ -48,6 +48,14 @@ def of_thawed(name: str) -> InvalidArgument:
     )
 
 
+def of_replaced(name: str) -> InvalidArgument:
+    """A parameter that is not the model's any more gets no gradient, and nobody would exchange that of the new one."""
+    return InvalidArgument(
+        f"{name} is another parameter of the model than it was when it was wrapped: its gradient would silently stay "
+        "on this rank; replace modules, or load_state_dict(..., assign=True), before wrapping"
+    )
+
+
 def of_non_finite(algorithm: str, step: int, place: str) -> NonFinite:
     """What was sent was not finite. On a GPU it shows when the exchange has long been used: the host does not wait."""
     when = f"step {step}" if place == "cpu" else f"a step before {step}"

@@ -28,6 +28,8 @@ class Gradients:
         self.carriage: devices.Home | devices.Carriage = devices.Home()
         self._slots: list[hooks.Slot] = []
         self._removers: list[Callable[[], None]] = []
+        # Those that a backward did not reach, in any round.
+        self._missed: set[int] = set()
         # In the first round the order of gradients is observed; buckets follow it from then on.
         self._observing = True
         self._next_order: tuple[list[int], list[bool]] | None = None
@@ -49,6 +51,7 @@ class Gradients:
     def begin(self) -> None:
         """Moves into the first buckets of a scheduler, the order of which is not observed yet."""
         self._observing, self._next_order, self._loaded_order = True, None, None
+        self._missed = set()
         self._adopt()
 
     def leave(self) -> None:
@@ -112,6 +115,13 @@ class Gradients:
         return tuple(tuple(slots) for _, slots in self.running().buckets())
 
     # -- a round
+
+    def misses_others(self) -> bool:
+        """Whether this round lacks gradients that no round before lacked."""
+        missing = self.running().missing()
+        before = len(self._missed)
+        self._missed.update(missing)
+        return len(self._missed) > before
 
     def finish(self) -> list[str]:
         """Waits until all gradients are exchanged. Gives the names of trained parameters without one."""

@@ -10,15 +10,18 @@
 import contextlib
 import functools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol, cast
+from typing import Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from .errors import InvalidArgument, Unsupported
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Listener(Protocol):
@@ -150,9 +153,9 @@ class Slot:
                 f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try "
                 "nn.Embedding(..., sparse=False), or leave the parameter out of this optimizer and exchange it yourself"
             )
-        if other.dtype is not self.dtype:
+        if (dtype := type_of_gradient(other)) is not self.dtype:
             raise InvalidArgument(
-                f"{self.name} was {self.dtype} when it was wrapped and is {other.dtype} now; convert the model first, "
+                f"{self.name} was {self.dtype} when it was wrapped and is {dtype} now; convert the model first, "
                 "then wrap it"
             )
 
@@ -196,6 +199,26 @@ def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
                 slot.refuse(parameter.grad)
         raise
     return ready
+
+
+def refuse_early_steps(named: Iterable[tuple[str, Tensor]]) -> None:
+    """A step that is made while backward runs takes this rank's own gradient, and replicas drift apart."""
+    hooked = []
+    for name, parameter in named:
+        if getattr(parameter, "_in_backward_optimizers", None):  # torch's mark
+            raise InvalidArgument(
+                f"{name} is stepped by an optimizer in backward, as soon as its gradient is there and before it is "
+                "averaged; let optimizer.step() do it after backward"
+            )
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            hooked.append(name)
+    if hooked:
+        warnings.warn(
+            f"{len(hooked)} parameters have hooks that run when their gradient is accumulated, e.g. {hooked[0]}: they "
+            "see this rank's own gradient. If they make the optimizer's steps, replicas drift apart; do that after "
+            "backward, when gradients are averaged.",
+            stacklevel=2,
+        )
 
 
 def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], None]:
@@ -263,6 +286,29 @@ class After(ForwardHook):
         self.line.begin(held)
 
 
+class FirstTraining(Generic[M]):
+    """Runs before the forwards of a copy of a wrapped model, and tells of the first one in training."""
+
+    def __init__(self, model: M, begins: Callable[[M], None]) -> None:
+        self.model = weakref.ref(model)
+        self.begins: Callable[[M], None] | None = begins
+
+    def __reduce__(self) -> tuple[type[Inert], tuple[()]]:
+        return Inert, ()
+
+    @_disable_dynamo
+    def __call__(self, module: M, _: object) -> None:
+        begins = self.begins
+        if begins is not None and module is self.model() and module.training and torch.is_grad_enabled():
+            begins(module)
+            self.begins = None  # not before: who tries again after an error must not train alone
+
+
+def before_training(model: M, begins: Callable[[M], None]) -> None:
+    """Has a function called before the first forward of the model in training."""
+    model.register_forward_pre_hook(FirstTraining(model, begins), prepend=True)
+
+
 def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[], None]:
     """Tells the listener of every forward of the model. Gives what takes the hooks away."""
     before, after = Before(model, listener, line), After(model, listener, line)
@@ -318,6 +364,16 @@ def rows(parameter: Tensor) -> int:
         return 1
     strides = parameter.stride() if is_dense(parameter.shape, parameter.stride()) else range(parameter.dim(), 0, -1)
     return max(zip(strides, parameter.shape, strict=True))[1]
+
+
+def type_of_gradient(parameter: Tensor) -> torch.dtype:
+    """The parameter's own type, unless torch was told another (`grad_dtype`)."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def dtype_of_gradient(parameter: Tensor) -> str:
+    """The type of the numbers in a parameter's gradient."""
+    return str(type_of_gradient(parameter).to_real()).removeprefix("torch.")
 
 
 def elements(parameter: Tensor) -> int:

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +28,11 @@ def shared_empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32)
     return flat.view(dtype).reshape(shape)
 
 
-def listed(named: Sequence[tuple[str, Tensor]]) -> list[tuple[str, int, int, str]]:
+def listed(
+    named: Sequence[tuple[str, Tensor]], dtype_of: Callable[[Tensor], str] = agreement.dtype_of
+) -> list[tuple[str, int, int, str]]:
     """What a scheduler is told of tensors: name, elements, rows and type of each."""
-    return [(name, hooks.elements(t), hooks.rows(t), agreement.dtype_of(t)) for name, t in named]
+    return [(name, hooks.elements(t), hooks.rows(t), dtype_of(t)) for name, t in named]
 
 
 def spread(scheduler: _core.Scheduler, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[int]]]:

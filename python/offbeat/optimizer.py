@@ -115,6 +115,7 @@ def name_parameters(
     known = without_wrappers((name, tensor) for name, tensor in known if name not in ignored)
     refuse_lazy(known)
     names = {id(tensor): name for name, tensor in reversed(known)}
+    refuse_same_names((names[key], owned[key]) for key in owned if key in names)
     nameless = [tensor for key, tensor in owned.items() if key not in names]
     if len(nameless) == len(owned):
         raise InvalidArgument(
@@ -146,6 +147,17 @@ def pairs(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
                 "model.named_parameters(), or [('name', tensor), ...]"
             )
     return listed
+
+
+def refuse_same_names(named: Iterable[tuple[str, Tensor]]) -> None:
+    """State is saved by name: two parameters of one name would get each other's."""
+    taken: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if taken.setdefault(name, tensor) is not tensor:
+            raise InvalidArgument(
+                f"two parameters have the name {name}, of shapes {tuple(taken[name].shape)} and {tuple(tensor.shape)}; "
+                "give each its own in named_parameters=, e.g. with the name of its model in front"
+            )
 
 
 def refuse_lazy(named: Iterable[tuple[str, Tensor]]) -> None:

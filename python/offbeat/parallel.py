@@ -6,20 +6,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import algorithms, runtime, settings
+from . import algorithms, hooks, owners, runtime, settings
 from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
 from .errors import InvalidArgument
 from .local_replica import LocalReplica
 from .optimizer import Counting, Wrapping, change_class, refuse_lazy, restore_class
-from .replica import BucketBytes, Replica
+from .replica import BucketBytes, Options, Replica
 from .replicas import make
 
 
 class DataParallel(nn.Module):
     """A model whose gradients are averaged over all ranks while `backward` runs. Every rank makes one alike.
 
-    Parameters, buffers and the state of the optimizer, if one is given, come from rank 0. Calls go to `module`.
+    Parameters, buffers and the state of the optimizer, if one is given, come from rank 0. Calls go to `module`. A model
+    that is wrapped already is wrapped anew, and the wrapper before it trains no more.
+
+    A copy, deep or pickled, is wrapped by itself in its first forward in training, which every rank makes then.
 
     Args:
         model: the module to train.
@@ -44,6 +47,23 @@ class DataParallel(nn.Module):
             raise InvalidArgument(f"model must be a torch.nn.Module, not {type(model).__name__}; pass the model itself")
         super().__init__()
         self.module = model
+        self._algorithm = algorithms.resolve(algorithm)
+        self._options: Options = {
+            "optimizer": optimizer,
+            "bucket_bytes": settings.bucket_bytes(bucket_bytes, runtime.profiled_bucket_bytes()),
+            "check_every": settings.check_every(check_every),
+            "broadcast_buffers": broadcast_buffers,
+        }
+        # Whether another wrapper trains the model now.
+        self._replaced = False
+        # Whether it is a copy that nobody has trained yet.
+        self._asleep = False
+        self._replica: Replica | None = None
+        self._wrap()
+
+    def _wrap(self) -> Replica:
+        """Has gradients averaged from now on. Every rank does so."""
+        model, optimizer = self.module, self._options["optimizer"]
         ignored = left_out(model)
         named = without_wrappers((name, t) for name, t in model.named_parameters() if name not in ignored)
         refuse_lazy(named)
@@ -52,35 +72,55 @@ class DataParallel(nn.Module):
                 f"the model has no parameters that require a gradient ({len(named)} in all): there is nothing to "
                 "average; call requires_grad_(True) on some first, or use the model as it is"
             )
-        self._replica: Replica = make(
-            self,
-            named,
-            algorithms.resolve(algorithm),
-            optimizer=optimizer,
-            bucket_bytes=settings.bucket_bytes(bucket_bytes, runtime.profiled_bucket_bytes()),
-            check_every=settings.check_every(check_every),
-            broadcast_buffers=broadcast_buffers,
-        )
-        if optimizer is not None and isinstance(self._replica, LocalReplica | BackgroundReplica):
-            change_class(optimizer, Counting, Wrapping(self._replica, type(optimizer), model, None))
+        for owner in owners.owners(model.parameters()):
+            if isinstance(owner.model, DataParallel) and owner.model.module is model:
+                owner.model.remove()
+                owner.model._replaced = True
+        replica: Replica = make(self, named, self._algorithm, **self._options)
+        self._replica, self._asleep = replica, False
+        if optimizer is not None and isinstance(replica, LocalReplica | BackgroundReplica):
+            change_class(optimizer, Counting, Wrapping(replica, type(optimizer), model, None))
+        return replica
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if self._replaced and self.training and torch.is_grad_enabled():
+            raise InvalidArgument(
+                "this model was wrapped again, and the new wrapper exchanges its gradients; call that one, or remove() "
+                "it and wrap the model once more"
+            )
         return self.module(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Forwards in this context only accumulate: nothing is exchanged in their backward. DDP's meaning exactly."""
-        return self._replica.no_sync()
+        return self._awake().no_sync()
 
     def join(self) -> AbstractContextManager[None]:
         """Around a loop in which ranks have different numbers of batches."""
-        return self._replica.join()
+        return self._awake().join()
 
-    def __reduce__(self) -> Any:  # noqa: ANN401
-        raise InvalidArgument("a wrapped model cannot be pickled or copied; save or copy .module, or its state_dict()")
+    def _awake(self) -> Replica:
+        """The replica, also of a copy. Every rank asks for it alike."""
+        return self._wrap() if self._replica is None else self._replica
+
+    def _training_begins(self) -> None:
+        if self._asleep:
+            # its hooks run from the next forward on
+            self._wrap().forward_begins()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copying is no call that ranks make together: one may save alone, or keep an average of weights.
+        new = {"_asleep": True, "_replica": None, "_replaced": False, "_options": self._options | {"optimizer": None}}
+        return self.__dict__ | new
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        hooks.before_training(self, DataParallel._training_begins)
 
     def remove(self) -> nn.Module:
         """Undoes the wrapping and gives the model back."""
-        self._replica.remove()
-        if isinstance(self._replica.optimizer, Counting):
-            restore_class(self._replica.optimizer)
+        self._asleep = False
+        if self._replica is not None:
+            self._replica.remove()
+            if isinstance(self._replica.optimizer, Counting):
+                restore_class(self._replica.optimizer)
         return self.module

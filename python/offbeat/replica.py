@@ -108,6 +108,7 @@ class Replica:
         if self.world == 1:
             sweep.report_alone()
             return
+        hooks.refuse_early_steps(gradients.named)
         device = devices.agreed(self._named, self._buffers())
         parameters = self._parameters()
         warmup, first = self.algorithm.warmup()
@@ -134,7 +135,7 @@ class Replica:
         gradients.scheduler = runtime.current().scheduler(
             lanes,
             self.number,
-            memory.listed(gradients.named),
+            memory.listed(gradients.named, hooks.dtype_of_gradient),
             what=self.algorithm.what,
             when=self.algorithm.when,
             every=self.algorithm.every if self.algorithm.sync() is None else 1,
@@ -288,6 +289,7 @@ class Replica:
         else:
             # only gradients of inputs were asked for: that is no training step
             self.gradients.refuse_converted()
+            self._refuse_replaced()
 
     def _deliver(self) -> None:
         try:
@@ -295,6 +297,14 @@ class Replica:
         except BaseException:
             self._broken = True
             raise
+
+    def _refuse_replaced(self) -> None:
+        present = {id(tensor): agreement.plain(name) for name, tensor in self.model.named_parameters()}
+        names = set(present.values())
+        for name, tensor in self.gradients.named:
+            if id(tensor) not in present and agreement.plain(name) in names:
+                self._broken = True
+                raise advice.of_replaced(name)
 
     def _refuse_thawed(self) -> None:
         for name, parameter in self._named if self._frozen and not self._called else ():
@@ -315,6 +325,8 @@ class Replica:
             self.gradients.running().reset("its backward raised an exception")
 
     def _finish(self) -> None:
+        if self.gradients.misses_others():
+            self._refuse_replaced()
         absent = self.gradients.finish()
         self.step += 1
         if not self._turns.joining:

@@ -365,13 +365,15 @@ impl Inner {
             Some(purpose) => format!("{} ({description})", purpose()),
             None => format!("call {number} of group {:?}, {description}", self.ranks),
         };
+        // a model that was let go closes its groups, and nobody waits for that: that others still have theirs is no news
+        let unattended = matches!(call, Call::Close) && terms.interrupt.is_none();
         let watch = Watch {
             roster: self.mesh.roster(),
             group: self.id,
             members: &self.ranks,
             began: Instant::now(),
             limit: terms.limit.unwrap_or_else(|| self.limit()),
-            warned: &Cell::new(false),
+            warned: &Cell::new(unattended),
             interrupt: terms.interrupt,
             what: &what,
         };

@@ -144,8 +144,9 @@ def test_arguments_that_make_no_sense(ranks):
 
     def script():
         import torch
-        from support import fails, make_model, make_optimizer, same_everywhere, tell, train
+        from support import fails, make_model, make_optimizer, noted_warnings, same_everywhere, tell, train
         from torch import nn
+        from torch.distributed.optim import _apply_optimizer_in_backward
 
         import offbeat
         from offbeat.algorithms import GradientAllReduce
@@ -193,6 +194,26 @@ def test_arguments_that_make_no_sense(ranks):
         wrong("none of the model's parameters|model.parameters()", optimizer=make_optimizer("sgd", make_model("mlp")))
         both = torch.optim.SGD([*model.parameters(), torch.nn.Parameter(torch.ones(2, 3))], lr=0.1)
         wrong("1 parameters|(2, 3)|named_parameters=", optimizer=both)
+
+        # state is saved by name
+        twins = nn.Linear(3, 1), nn.Linear(3, 2)
+        of_twins = torch.optim.SGD([p for twin in twins for p in twin.parameters()], lr=0.1)
+        for named in ([pair for twin in twins for pair in twin.named_parameters()], twins[1].named_parameters()):
+            words = "two parameters|weight|(1, 3)|(2, 3)"
+            error = fails(
+                InvalidArgument, words, offbeat.DistributedOptimizer, of_twins, twins[0], named_parameters=named
+            )
+            messages.append(str(error))
+
+        # steps that come before the average
+        early = make_model("mlp")
+        _apply_optimizer_in_backward(torch.optim.SGD, early.parameters(), {"lr": 0.1})
+        messages.append(str(fails(InvalidArgument, "0.weight|in backward", offbeat.DataParallel, early)))
+        early = make_model("mlp")
+        early[2].bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        with noted_warnings() as texts:
+            offbeat.DataParallel(early)
+        assert [text for text in texts if "1 parameters have hooks" in text and "2.bias" in text] == texts != []
 
         # nothing that could be trained: frozen, integers only, or no parameters at all
         frozen = make_model("mlp").requires_grad_(False)

@@ -124,6 +124,100 @@ def test_a_model_converted_after_wrapping(ranks):
         assert case["equal"] or case["kind"] == "InvalidArgument", case
 
 
+def test_parameters_that_are_replaced_after_wrapping(ranks):
+    """Nobody would exchange the gradients of the new ones: an error, also where the old still have a gradient."""
+
+    def script():
+        from support import fails, loss_of, make_batch, make_model, same_everywhere
+        from torch import nn
+        from torch.nn.utils import prune
+
+        import offbeat
+        from offbeat.errors import InvalidArgument
+
+        offbeat.init(timeout=20.0)
+        me = offbeat.rank()
+
+        def backward(model, step=0):
+            loss_of(model, make_batch("mlp", me, step)).backward()
+
+        def load(model):
+            model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+
+        def layer(model):
+            model[2] = nn.Linear(12, 12)
+
+        def parameter(model):
+            model[4].bias = nn.Parameter(model[4].bias.detach().clone())
+
+        def nothing(model):
+            load_state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            model.load_state_dict(load_state)
+            for tensor in model.parameters():
+                tensor.data = tensor.data.clone()
+            prune.identity(model[2], "weight")
+
+        for change, name in ((load, "0.weight"), (layer, "2.weight"), (parameter, "4.bias"), (nothing, None)):
+            for clears in (True, False):
+                model = make_model("mlp")
+                wrapped = offbeat.DataParallel(model)
+                for step in range(2):
+                    backward(wrapped, step)
+                if clears:
+                    wrapped.zero_grad()
+                change(model)
+                if name is None:
+                    backward(wrapped)
+                    assert same_everywhere(*(tensor.grad for tensor in model.parameters()))
+                    continue
+                fails(InvalidArgument, f"{name} is another parameter|assign=True|before wrapping", backward, wrapped)
+                wrapped.remove()
+                wrapped = offbeat.DataParallel(model)
+                wrapped.zero_grad()
+                backward(wrapped)
+                assert same_everywhere(*(tensor.grad for tensor in model.parameters()))
+        offbeat.shutdown()
+
+    ranks(script, 2)
+
+
+def test_gradients_of_another_type_than_their_parameter(ranks):
+    """Where torch was told so (`grad_dtype`), they are exchanged in that type."""
+
+    def script():
+        import torch
+        from support import loss_of, make_batch, make_model, mean_in_order
+
+        import offbeat
+
+        offbeat.init(timeout=20.0)
+        model = make_model("mlp").bfloat16()
+        if not hasattr(model[0].weight, "grad_dtype"):  # an older torch
+            offbeat.shutdown()
+            return
+        for parameter in model[:3].parameters():
+            parameter.grad_dtype = torch.float32
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        offbeat.DistributedOptimizer(optimizer, model)
+
+        def loss(rank, step):
+            inputs, targets = make_batch("mlp", rank, step)
+            return loss_of(lambda x: model(x).float(), (inputs.bfloat16(), targets))
+
+        for step in range(3):
+            parameters = list(model.parameters())
+            parts = [torch.autograd.grad(loss(rank, step), parameters) for rank in range(2)]
+            optimizer.zero_grad()
+            loss(offbeat.rank(), step).backward()
+            for at, parameter in enumerate(parameters):
+                assert parameter.grad.dtype is parameter.grad_dtype
+                want = mean_in_order([part[at].float() for part in parts])
+                assert torch.equal(parameter.grad, want.to(parameter.grad_dtype)), (step, at)
+        offbeat.shutdown()
+
+    ranks(script, 2)
+
+
 def test_after_shutdown_and_in_a_child(ranks):
     """What is wrapped says clearly that the runtime is gone; state and remove() still work, and so does a new init."""
 

@@ -263,3 +263,38 @@ def test_wrappers_leave_nothing_behind(ranks):
         offbeat.shutdown()
 
     ranks(script, 2)
+
+
+def test_a_model_let_go_later_elsewhere_is_no_news(ranks):
+    """Ranks forget models when their collector feels so, minutes apart: no warning, and nothing else is the worse."""
+
+    def script():
+        import gc
+        import time
+
+        from support import make_model, make_optimizer, same_everywhere, train
+
+        import offbeat
+
+        offbeat.init(timeout=3.0)
+        group = offbeat.Group([0, 1])
+        model = make_model("mlp")
+        optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", model), model)
+        train(model, optimizer, "mlp", range(2))
+        if offbeat.rank() == 0:
+            del model, optimizer
+            gc.collect()
+        time.sleep(4.0)  # longer than the time in which a call is warned about, and fails
+        model = make_model("mlp")
+        optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", model), model)
+        gc.collect()
+        train(model, optimizer, "mlp", range(2))
+        assert same_everywhere(*model.parameters())
+        # one that somebody waits for is told of
+        time.sleep(2.0 * offbeat.rank())
+        group.close()
+        offbeat.shutdown()
+
+    job = ranks(script, 2)
+    assert job.ranks[0].err.count("waiting for") == job.ranks[0].err.count("close()") == 1, job.ranks[0].err
+    assert not job.ranks[1].err

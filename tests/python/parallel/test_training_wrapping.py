@@ -94,7 +94,7 @@ def test_remove_undoes_everything(ranks):
         assert list(wrapped.state_dict()) == [f"module.{name}" for name in model.state_dict()]
         assert not wrapped.eval().module.training
         wrapped.train()
-        fails(InvalidArgument, "0.weight|already|remove()", offbeat.DataParallel, model)
+        fails(InvalidArgument, "0.weight|already|remove()", offbeat.DataParallel, wrapped)
         fails(InvalidArgument, "0.weight|already|remove()", offbeat.DistributedOptimizer, optimizer, model)
         assert wrapped.remove() is model
         assert hooks() == 0
@@ -250,15 +250,12 @@ def test_a_wrapped_model_can_be_saved_whole(ranks):
     """Not only its state: the copy that is loaded is plain, and trains like one."""
 
     def script():
-        import copy
         import io
-        import pickle
 
         import torch
         from support import (
             check_gradients,
             digest,
-            fails,
             gradients_of,
             loss_of,
             make_batch,
@@ -268,7 +265,6 @@ def test_a_wrapped_model_can_be_saved_whole(ranks):
         )
 
         import offbeat
-        from offbeat.errors import InvalidArgument
 
         offbeat.init(timeout=20.0)
         me = offbeat.rank()
@@ -278,8 +274,6 @@ def test_a_wrapped_model_can_be_saved_whole(ranks):
             wrapped = model
             if wraps == "DataParallel":
                 wrapped = offbeat.DataParallel(model)
-                fails(InvalidArgument, ".module", pickle.dumps, wrapped)
-                fails(InvalidArgument, ".module", copy.deepcopy, wrapped)
             else:
                 offbeat.DistributedOptimizer(optimizer, model)
             train(wrapped, optimizer, "cnn", range(3))
@@ -297,6 +291,111 @@ def test_a_wrapped_model_can_be_saved_whole(ranks):
                 check_gradients(loaded, want)
             offbeat.barrier()
             train(wrapped, optimizer, "cnn", range(3, 5))
+        offbeat.shutdown()
+
+    ranks(script, 2)
+
+
+def test_copies_of_data_parallel_are_wrapped_when_they_are_trained(ranks):
+    """As in DDP the wrapper can be saved, loaded and copied whole; here that concerns nobody else until training."""
+
+    def script():
+        import copy
+        import io
+
+        import torch
+        from support import digest, fails, loss_of, make_batch, make_model, make_optimizer, same_everywhere, train
+
+        import offbeat
+        from offbeat.errors import InvalidArgument, NotInitialized
+
+        def load(data):
+            return torch.load(io.BytesIO(data), weights_only=False)
+
+        def gradients(model):
+            model.zero_grad()
+            loss_of(model, make_batch("cnn", offbeat.rank(), 9)).backward()
+            return [parameter.grad for parameter in model.parameters()]
+
+        offbeat.init(timeout=20.0)
+        wrapped = offbeat.DataParallel(make_model("cnn"), algorithm="bytegrad", check_every=2)
+        optimizer = make_optimizer("sgd", wrapped)
+        train(wrapped, optimizer, "cnn", range(2))
+        file = io.BytesIO()
+        torch.save(wrapped, file)
+        if offbeat.rank() == 0:  # alone
+            average = torch.optim.swa_utils.AveragedModel(wrapped)
+            average.update_parameters(wrapped)
+            average.eval()(make_batch("cnn", 0, 0)[0])
+            with torch.no_grad():
+                load(file.getvalue())(make_batch("cnn", 0, 0)[0])
+            loss_of(load(file.getvalue()).remove(), make_batch("cnn", 0, 0)).backward()
+
+        # it trains as the original does, and so does a copy of the copy
+        for second in load(file.getvalue()), copy.deepcopy(load(file.getvalue())), copy.deepcopy(wrapped):
+            other = make_optimizer("sgd", second)
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert list(second.state_dict()) == list(wrapped.state_dict())
+            train(second, other, "cnn", range(2, 5))
+            assert second._replica.algorithm == wrapped._replica.algorithm
+            assert second._replica.check_every == 2
+            results = digest(second)
+            train(third := copy.deepcopy(wrapped), (last := make_optimizer("sgd", third)), "cnn", ())
+            last.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            train(third, last, "cnn", range(2, 5))
+            assert digest(third) == results
+        train(wrapped, optimizer, "cnn", range(2, 5))
+        assert digest(wrapped) == results
+        assert same_everywhere(*wrapped.parameters())
+
+        # no_sync() counts from the first forward on
+        held = copy.deepcopy(wrapped)
+        with held.no_sync():
+            assert not same_everywhere(*gradients(held))
+        assert same_everywhere(*gradients(held))
+
+        # one that exchanges weights needs its optimizer, which is not copied with it
+        model = make_model("cnn")
+        local = offbeat.DataParallel(model, make_optimizer("sgd", model), "local_sgd")
+        second = copy.deepcopy(local)
+        second.eval()(make_batch("cnn", 0, 0)[0])
+        for _ in range(2):
+            fails(InvalidArgument, "there is no optimizer", second.train(), make_batch("cnn", 0, 0)[0])
+        offbeat.shutdown()
+        late = load(file.getvalue())
+        late.eval()(make_batch("cnn", 0, 0)[0])
+        fails(NotInitialized, "offbeat.init()", late.train(), make_batch("cnn", 0, 0)[0])
+
+    ranks(script, 2)
+
+
+def test_a_model_that_is_wrapped_again_changes_hands(ranks):
+    """The new wrapper takes over, whatever is still held of the old one, which does not train silently alone."""
+
+    def script():
+        from support import fails, loss_of, make_batch, make_model, make_optimizer, same_everywhere, train
+
+        import offbeat
+        from offbeat.errors import InvalidArgument
+
+        offbeat.init(timeout=20.0)
+        me, model = offbeat.rank(), make_model("cnn")
+        wrapped, held = None, []
+        for algorithm in ("allreduce", "bytegrad", "local_sgd", "allreduce"):
+            optimizer = make_optimizer("sgd", model)
+            wrapped = offbeat.DataParallel(model, optimizer, algorithm)
+            train(wrapped, optimizer, "cnn", range(3))
+            held.append(wrapped)
+        for old in held[:-1]:
+            fails(InvalidArgument, "wrapped again|remove()", old, make_batch("cnn", me, 0)[0])
+            old.eval()(make_batch("cnn", me, 0)[0])
+            old.train()
+        wrapped.zero_grad()
+        loss_of(wrapped, make_batch("cnn", me, 5)).backward()
+        assert same_everywhere(*(parameter.grad for parameter in model.parameters()))
+        # what only shares its parameters does not
+        fails(InvalidArgument, "another wrapper", offbeat.DataParallel, wrapped)
+        fails(InvalidArgument, "another wrapper", offbeat.DistributedOptimizer, make_optimizer("sgd", model), model)
         offbeat.shutdown()
 
     ranks(script, 2)
