@@ -4,8 +4,6 @@ import contextlib
 import dataclasses
 import gc
 import io
-import os
-import sys
 
 import torch
 from standin import Double, in_place_of_a_gpu
@@ -298,18 +296,13 @@ def stopped():
     gpu_training.leave(double)
 
 
-def leave(double, *, whole=False):
-    """Ends the rank in good order: nothing may be left. Only the `whole` end takes the interpreter apart, which has to
-    free all that torch has ever imported and takes longer than most of these trainings."""
+def leave(double):
+    """Ends the rank in good order: nothing may be left."""
     # an error that was caught holds on to where it came from
     gc.collect()
     offbeat.shutdown()
     left = double.left()
     assert left == 0, f"{left} things of the device were left behind"
-    if not whole:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,9 @@
 """Starts ranks in milliseconds: one process imports torch, and forks a child for each rank that is asked for.
 
 The child is a process like any other: its own session, environment, directory and output, and a script that runs as
-`__main__` and ends as the interpreter ends. Only the import is already behind it. It forks before `offbeat.init`, so
-nothing of the runtime is inherited. Run as a script, this file is the nursery; imported, it is the way to reach it.
+`__main__`. Only the import is already behind it. It forks before `offbeat.init`, so nothing of the runtime is
+inherited. A script that raises ends as the interpreter ends; after one that does not only exit handlers run.
+Run as a script, this file is the nursery; imported, it is the way to reach it.
 """
 
 from __future__ import annotations
@@ -138,6 +139,7 @@ def main() -> None:
     import faulthandler
     import gc
     import runpy
+    import threading
 
     control = socket.socket(fileno=int(sys.argv[1]))
     faulthandler.enable()
@@ -157,6 +159,13 @@ def main() -> None:
     sys.path[0] = str(Path(sys.argv[0]).parent)
     sys.path.insert(1, str(HERE.parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
+    # What an interpreter does at its end, but for taking torch apart: that touches memory which is shared with the
+    # nursery until then, and takes longer than most tests.
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
