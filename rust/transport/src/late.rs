@@ -21,6 +21,8 @@ use crate::tcp::REFUSALS;
 const STORY: &str = "story";
 /// How often those that wait look for it, and at the ports of those they wait for.
 pub(crate) const LOOK: Duration = Duration::from_millis(250);
+/// For so long a rank stays that knows the story: the store may end with it, and the others look at ports in between.
+const STAY: Duration = LOOK.saturating_mul(4);
 /// So many late ranks are looked at.
 const LOOKED_AT: usize = 4;
 /// How long a port may take to answer. One that does not answer says nothing.
@@ -44,8 +46,7 @@ impl<'a> Late<'a> {
     /// Raises the story that some rank has left, if one has.
     pub(crate) fn hear(&self) -> Result<()> {
         let Some(story) = self.store.get(STORY, Duration::ZERO)? else { return Ok(()) };
-        // the store may end with this rank: the others get time to look
-        std::thread::sleep(LOOK * 2);
+        std::thread::sleep(STAY);
         Err(Error::from_bytes(&story)?)
     }
 
@@ -57,8 +58,9 @@ impl<'a> Late<'a> {
         if let Err(story) = self.hear() {
             return story;
         }
-        if let Err(problem) = self.store.set(STORY, &error.to_bytes()) {
-            log::debug!("leaving word in the store: {problem}");
+        match self.store.set(STORY, &error.to_bytes()) {
+            Ok(()) => std::thread::sleep(STAY),
+            Err(problem) => log::debug!("leaving word in the store: {problem}"),
         }
         error
     }

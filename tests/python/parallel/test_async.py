@@ -105,6 +105,7 @@ def test_forced_it_is_what_it_should_be(ranks, name, options, kind, bound, hosts
 
 def free():
     """Nobody waits: ranks train at their own pace, pause, save, and end at different times."""
+    import contextlib
     import gc
     import json
     import sys
@@ -127,9 +128,17 @@ def free():
         optimizers.append(offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.02), model, algorithm))
         models.append(model)
 
-    def threads():
-        names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
-        return sum(name.startswith("offbeat-backgro") for name in names)
+    def threads(wanted):
+        """How many there are, once there are as many as wanted: a thread ends a little after it was told to."""
+        count = 0
+        for _ in range(500):
+            with contextlib.suppress(OSError):  # one that ends while it is looked at
+                names = [(task / "comm").read_text() for task in Path("/proc/self/task").iterdir()]
+                count = sum(name.startswith("offbeat-backgro") for name in names)
+                if count == wanted:
+                    break
+            time.sleep(0.01)
+        return count
 
     target = torch.randn(50, 20, generator=torch.Generator().manual_seed(5))
     generator = torch.Generator().manual_seed(rank)
@@ -156,14 +165,12 @@ def free():
         time.sleep(0.002)
     rows = [stats["background"] for stats in offbeat.stats()["models"]]
     losses = [float(((m.weight.T - target) ** 2).mean()) for m in models]
-    two = threads()
+    two = threads(2)
     optimizers[0].remove()
-    time.sleep(0.1)
-    one = threads()
+    one = threads(1)
     del optimizers, optimizer
     gc.collect()
-    time.sleep(0.1)
-    print(json.dumps({"rows": rows, "losses": losses, "evaluated": evaluated, "threads": [two, one, threads()]}))
+    print(json.dumps({"rows": rows, "losses": losses, "evaluated": evaluated, "threads": [two, one, threads(0)]}))
     offbeat.shutdown()
 
 
