@@ -4,12 +4,17 @@
 // counting how many begin with each digit. After the first digit everything that may still be sent is set aside, in order
 // and tile by tile; it is little more than what is sent, so all values are read only twice. Of equal ones the first are
 // taken, and nothing depends on which block is faster: blocks only add up counts.
+//
+// A list has values, then starts, then places, all as on the CPU. Its blocks of 65,536 numbers begin with a tile, so the
+// tallies of tiles are where its starts come from.
 #include "common.cuh"
 
 // Threads of a block, which has a tile, or a tensor where tiles are summed up.
 constexpr u32 GROUP = 256;
 // Bins of the first digit, of 11 bits; the others have 10.
 constexpr u32 BINS = 2048;
+// A place in a block of numbers has so many bits.
+constexpr u32 PLACE = 16;
 
 struct span {
     u64 value;      // its first element
@@ -24,6 +29,14 @@ struct span {
 struct search {
     u32 prefix;
     u32 wanted;
+};
+// The parts of a list. One that has all numbers has values only.
+struct parts {
+    u32 *values;
+    u32 *starts; // how many lie before each block of numbers but the first
+    u16 *places; // with a zero after the last, if they are odd
+    u32 last;    // the last block of numbers
+    bool is_whole;
 };
 struct candidate {
     u32 index; // in its tensor
@@ -59,6 +72,17 @@ DEVICE u32 scan(u32 x, u32 *sums, u32 &total) {
     // the sums are used again
     __syncthreads();
     return before;
+}
+
+// Of a tensor that has numbers.
+DEVICE parts parts_of(const u8 *lists, const span &whole) {
+    parts list;
+    list.values = (u32 *)(lists + whole.list);
+    list.starts = list.values + whole.chosen;
+    list.last = (whole.count - 1) >> PLACE;
+    list.places = (u16 *)(list.starts + list.last);
+    list.is_whole = whole.chosen == whole.count;
+    return list;
 }
 
 DEVICE void clear(u32 *bins) {
@@ -234,7 +258,12 @@ KERNEL offbeat_top_k_gather(const tile *tiles, const span *spans, const candidat
     const span whole = spans[mine.span];
     const search last = searches[mine.span];
     const tally before = tallies[blockIdx.x];
-    u32 *list = (u32 *)(lists + whole.list);
+    const parts list = parts_of(lists, whole);
+    if (threadIdx.x == 0 && !list.is_whole) {
+        const u32 index = (u32)(mine.value - whole.value), block = index >> PLACE;
+        if (index == 0 && whole.chosen % 2) list.places[whole.chosen] = 0;
+        if (block > 0 && index == block << PLACE) list.starts[block - 1] = before.above + min(before.equal, last.wanted);
+    }
     u32 above = before.above, equal = before.equal;
     for (u32 base = 0; base < before.candidates; base += GROUP) {
         const u32 at = base + threadIdx.x;
@@ -249,8 +278,8 @@ KERNEL offbeat_top_k_gather(const tile *tiles, const span *spans, const candidat
         if (over || (same && equal_before < last.wanted)) {
             const u32 to = above + (sum >> 16) + min(equal_before, last.wanted);
             const bool finite = is_finite(__uint_as_float(one.y));
-            list[to] = one.x;
-            list[whole.chosen + to] = one.y;
+            list.values[to] = one.y;
+            if (!list.is_whole) list.places[to] = (u16)one.x;
             if (residual && finite) residual[whole.value + one.x] = 0.0f;
             if (odd && !finite) atomicAdd(odd, 1u);
         }
@@ -259,26 +288,40 @@ KERNEL offbeat_top_k_gather(const tile *tiles, const span *spans, const candidat
     }
 }
 
-// Writes or adds what lists hold. What comes from elsewhere is believed only if it is what we would have written.
+// Writes or adds what lists hold for some numbers: those of a block, or any of a list that has all. What comes from elsewhere
+// is believed only if it is what we would have written.
 template <bool ADD, class T>
-DEVICE void scatter(const u8 *lists, const span *spans, const tile *entries, T *values, u32 *odd) {
-    const tile mine = entries[blockIdx.x];
+DEVICE void scatter(const u8 *lists, const span *spans, const tile *targets, T *values, u32 *odd) {
+    const tile mine = targets[blockIdx.x];
     const span whole = spans[mine.span];
-    const u32 *indices = (const u32 *)(lists + whole.list) + mine.value;
-    const u32 *bits = indices + whole.chosen;
-    for (u32 base = 0; base < mine.count; base += GROUP) {
+    const parts list = parts_of(lists, whole);
+    const u32 index = (u32)(mine.value - whole.value), block = index >> PLACE;
+    u32 first = index, count = mine.count;
+    if (!list.is_whole) {
+        first = block == 0 ? 0 : list.starts[block - 1];
+        const u32 end = block == list.last ? whole.chosen : list.starts[block];
+        const bool follow = first <= end && end <= whole.chosen && end - first <= mine.count;
+        const bool is_padded = block > 0 || whole.chosen % 2 == 0 || list.places[whole.chosen] == 0;
+        if (threadIdx.x == 0 && odd && !(follow && is_padded)) atomicAdd(odd, 1u);
+        count = follow ? end - first : 0;
+    }
+    const u32 *bits = list.values + first;
+    const u16 *places = list.places + first;
+    for (u32 base = 0; base < count; base += GROUP) {
         const u32 at = base + threadIdx.x;
-        const bool there = at < mine.count;
-        const u32 index = there ? indices[at] : 0;
-        u32 last = __shfl_up_sync(ALL, index, 1);
-        const bool is_first = mine.value == 0 && at == 0;
-        if (lane_of() == 0 && there && !is_first) last = *(indices + at - 1);
-        if (!there) continue;
-        if (index >= whole.count || (!is_first && index <= last)) {
-            if (odd) atomicAdd(odd, 1u);
-            continue;
+        const bool there = at < count;
+        u32 place = at;
+        if (!list.is_whole) {
+            place = there ? places[at] : 0;
+            u32 last = __shfl_up_sync(ALL, place, 1);
+            if (lane_of() == 0 && there && at > 0) last = *(places + at - 1);
+            if (there && (place >= mine.count || (at > 0 && place <= last))) {
+                if (odd) atomicAdd(odd, 1u);
+                continue;
+            }
         }
-        T *to = values + whole.value + index;
+        if (!there) continue;
+        T *to = values + mine.value + place;
         const float value = __uint_as_float(bits[at]);
         narrow(ADD ? add(wide(*to), value) : value, *to);
     }
@@ -292,11 +335,11 @@ DEVICE void scatter(const u8 *lists, const span *spans, const tile *entries, T *
                                      const search *searches, candidate *candidates, tally *tallies) { \
         emit(values, residual, tiles, spans, searches, candidates, tallies); \
     } \
-    KERNEL offbeat_top_k_decode_##type(const u8 *lists, const span *spans, const tile *entries, T *values, u32 *odd) { \
-        scatter<false>(lists, spans, entries, values, odd); \
+    KERNEL offbeat_top_k_decode_##type(const u8 *lists, const span *spans, const tile *targets, T *values, u32 *odd) { \
+        scatter<false>(lists, spans, targets, values, odd); \
     } \
-    KERNEL offbeat_top_k_add_##type(const u8 *lists, const span *spans, const tile *entries, T *values, u32 *odd) { \
-        scatter<true>(lists, spans, entries, values, odd); \
+    KERNEL offbeat_top_k_add_##type(const u8 *lists, const span *spans, const tile *targets, T *values, u32 *odd) { \
+        scatter<true>(lists, spans, targets, values, odd); \
     } \
     EXPORT(offbeat_top_k_first_##type) \
     EXPORT(offbeat_top_k_emit_##type) \

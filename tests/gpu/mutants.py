@@ -38,7 +38,8 @@ def codec_jobs_of(codec: str) -> list[Named]:
 def top_k_jobs_of() -> list[Named]:
     jobs = [(f"top_k {dtype}", partial(top_k_jobs.top_k_job, dtype, fed, tile, skew))
             for dtype in TYPES for fed, tile, skew in ((False, 16384, 0), (True, 256, 1))]  # fmt: skip
-    return [*jobs, ("top_k of equal values", top_k_jobs.hard_job), ("strangers", top_k_jobs.stranger_job)]
+    jobs += [("top_k of equal values", top_k_jobs.hard_job), ("top_k of blocks", top_k_jobs.blocks_job)]
+    return [*jobs, ("strangers", top_k_jobs.stranger_job)]
 
 
 def values_jobs() -> list[Named]:

@@ -5,6 +5,7 @@ import numpy as np
 
 SIZES = {"float16": 1, "bfloat16": 1, "minmax8": 256, "int4": 128, "qsgd": 512, "onebit": 2048}
 HEADS = {"minmax8": 8, "int4": 4, "qsgd": 4, "onebit": 4}
+TOP_K_BLOCK = 1 << 16
 MOST = np.finfo(np.float32).max
 GOLDEN = 0x9E3779B97F4A7C15
 WORD = (1 << 64) - 1
@@ -211,3 +212,28 @@ def top_k(values, chosen: int):
     keys = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
     order = np.argsort(-keys.astype(np.int64), kind="stable")
     return np.sort(order[:chosen]).astype(np.uint32)
+
+
+def top_k_len(count: int, chosen: int) -> int:
+    starts, places = 4 * max((count - 1) // TOP_K_BLOCK, 0), -(-2 * chosen // 4) * 4
+    return 4 * chosen + (starts + places if chosen < count else 0)
+
+
+def top_k_list(indices, values) -> bytes:
+    """The encoding of these of the values."""
+    sent, count = values[indices].tobytes(), len(values)
+    if len(indices) == count:
+        return sent
+    starts = np.searchsorted(indices, np.arange(TOP_K_BLOCK, count, TOP_K_BLOCK)).astype(np.uint32)
+    data = sent + starts.tobytes() + indices.astype(np.uint16).tobytes()
+    return data + bytes(-len(data) % 4)
+
+
+def top_k_entries(data: bytes, count: int, chosen: int):
+    """The indices and values of an encoding."""
+    values = np.frombuffer(data, np.float32, chosen)
+    if chosen == count:
+        return np.arange(count), values
+    starts = np.frombuffer(data, np.uint32, (count - 1) // TOP_K_BLOCK, 4 * chosen)
+    places = np.frombuffer(data, np.uint16, chosen, 4 * chosen + starts.nbytes)
+    return np.searchsorted(starts, np.arange(chosen), "right") * TOP_K_BLOCK + places, values

@@ -8,6 +8,7 @@ from gpu.codec_jobs import TILE_TYPE, TYPES, counter
 from gpu.job import FILL, Address, Job
 
 TILE = 16384
+BLOCK = reference.TOP_K_BLOCK
 SPAN_TYPE = np.dtype(
     [
         ("value", "<u8"),
@@ -26,16 +27,20 @@ def chosen_of(count: int, ratio: float) -> int:
 
 
 def lay_out(counts: list[int], ratio: float, tile: int):
-    """Spans, tiles over their elements, and tiles over the entries of their lists."""
-    spans, tiles, entries, start, place = [], [], [], 0, 0
+    """Spans, tiles over their elements, and tiles over what their lists are decoded into."""
+    spans, tiles, targets, start, place = [], [], [], 0, 0
     for span, count in enumerate(counts):
         chosen, first = chosen_of(count, ratio), len(tiles)
-        tiles += [(start + at, 0, min(tile, count - at), span) for at in range(0, count, tile)]
-        entries += [(at, 0, min(tile, chosen - at), span) for at in range(0, chosen, tile)]
+        tiles += cut(start, count, tile, span)
+        targets += cut(start, count, tile if chosen == count else BLOCK, span)
         spans.append((start, place, count, chosen, first, len(tiles) - first))
         start += -(-count // 64) * 64
-        place += -(-8 * chosen // 16) * 16
-    return np.array(spans, SPAN_TYPE), np.array(tiles, TILE_TYPE), np.array(entries, TILE_TYPE), start, place
+        place += -(-reference.top_k_len(count, chosen) // 16) * 16
+    return np.array(spans, SPAN_TYPE), np.array(tiles, TILE_TYPE), np.array(targets, TILE_TYPE), start, place
+
+
+def cut(start: int, count: int, length: int, span: int):
+    return [(start + at, 0, min(length, count - at), span) for at in range(0, count, length)]
 
 
 def put(parts, places, size: int, length: int) -> bytes:
@@ -56,7 +61,7 @@ def select(values, residual, chosen: int):
         left = wanted.copy()
         left[indices] = 0
         left = np.where(np.isfinite(wanted), left, residual)
-    return indices.tobytes() + wanted[indices].tobytes(), left
+    return reference.top_k_list(indices, wanted), left
 
 
 def launch_selection(job: Job, dtype: str, spans, tiles, values, residual, count: int, lists: Address, odd) -> int:
@@ -84,7 +89,7 @@ def top_k_job(dtype: str, with_residual: bool, tile: int = TILE, skew: int = 0, 
     raws = [reference.narrow(golden.values(case), dtype) for case in cases]
     wides = [reference.widen(raw, dtype) for raw in raws]
     residuals = [golden.residual(case) if with_residual else None for case in cases]
-    spans, tiles, entries, count, length = lay_out([len(raw) for raw in raws], golden.RATIO, tile)
+    spans, tiles, targets, count, length = lay_out([len(raw) for raw in raws], golden.RATIO, tile)
     if dtype == "f32":
         suffix = " with residual" if with_residual else ""
         lists = [golden.section("top_k", case, f"encoded{suffix}") for case in cases]
@@ -102,27 +107,27 @@ def top_k_job(dtype: str, with_residual: bool, tile: int = TILE, skew: int = 0, 
     counts = launch_selection(
         job, dtype, spans, tiles, Address(values, size * skew), residual, count, Address(records), Address(odd)
     )
-    sent = [np.frombuffer(one[len(one) // 2 :], f32) for one in lists]
+    sent = [np.frombuffer(one, f32, int(span["chosen"])) for one, span in zip(lists, spans, strict=True)]
     job.expect(f"{label}: lists", records, put(lists, [int(one) for one in spans["list"]], 1, length))
     job.expect(f"{label}: counts are zero again", counts, bytes(8192 * len(spans)))
     job.expect(f"{label}: not finite", odd, counter(sum(int((~np.isfinite(one)).sum()) for one in sent)))
     if residual:
         job.expect(f"{label}: residual", residual.buffer, put(left, places, 4, count + skew), "f32")
-    decode(job, label, dtype, (spans, entries, count), Address(records), lists, wides, skew)
+    decode(job, label, dtype, (spans, targets, count), Address(records), lists, wides, skew)
     return job
 
 
 def decode(job: Job, label: str, dtype: str, tables, records: Address, lists, wides, skew: int) -> None:
-    spans, entries, count = tables
+    spans, targets, count = tables
     size, odd = TYPES[dtype], job.buffer(counter(0))
     places = [int(one) + skew for one in spans["value"]]
-    table, rows = Address(job.buffer(spans.tobytes())), Address(job.buffer(entries.tobytes()))
+    table, rows = Address(job.buffer(spans.tobytes())), Address(job.buffer(targets.tobytes()))
     for operation, before in (("decode", [np.zeros(len(wide), f32) for wide in wides]), ("add", wides)):
         start = put([reference.narrow(one, dtype).tobytes() for one in before], places, size, count + skew)
         out = job.buffer(start)
         job.launch(
             f"offbeat_top_k_{operation}_{dtype}",
-            len(entries),
+            len(targets),
             256,
             records,
             table,
@@ -131,8 +136,8 @@ def decode(job: Job, label: str, dtype: str, tables, records: Address, lists, wi
             Address(odd),
         )
         after = []
-        for one, data in zip(before, lists, strict=True):
-            indices, sent = np.frombuffer(data[: len(data) // 2], u32), np.frombuffer(data[len(data) // 2 :], f32)
+        for one, data, span in zip(before, lists, spans, strict=True):
+            indices, sent = reference.top_k_entries(data, len(one), int(span["chosen"]))
             one = one.copy()
             with np.errstate(all="ignore"):
                 one[indices] = sent if operation == "decode" else one[indices] + sent
@@ -164,25 +169,61 @@ def hard_job() -> Job:
     return job
 
 
+def blocks_job() -> Job:
+    """Tensors of several blocks of numbers: the golden one; one that sends only of its first block; one that sends
+    nothing of its first and its last."""
+    gap = np.zeros(3 * BLOCK, f32)
+    gap[BLOCK + 5 :: 6][: chosen_of(len(gap), golden.RATIO)] = -2
+    parts = [golden.of_blocks(), np.ones(BLOCK + 1, f32), gap]
+    spans, tiles, targets, count, length = lay_out([len(part) for part in parts], golden.RATIO, TILE)
+    lists = [select(part, None, int(span["chosen"]))[0] for part, span in zip(parts, spans, strict=True)]
+    lists[0] = golden.section("top_k", golden.BLOCKS, "encoded")
+    job = Job()
+    values = job.buffer(put([part.tobytes() for part in parts], [int(one) for one in spans["value"]], 4, count))
+    records = job.room(length)
+    launch_selection(job, "f32", spans, tiles, Address(values), None, count, Address(records), None)
+    job.expect("top_k of blocks: lists", records, put(lists, [int(one) for one in spans["list"]], 1, length))
+    decode(job, "top_k of blocks", "f32", (spans, targets, count), Address(records), lists, parts, 0)
+    return job
+
+
+# of three blocks, the last of three numbers: starts, places, what stands after them; what is decoded all the same
+# (index and value), and how many are refused
+STRANGERS = {
+    "of ours": ([1, 2], [7, 7, 2], 0, {7: 1, BLOCK + 7: 2, 2 * BLOCK + 2: 3}, 0),
+    "starts backwards": ([2, 1], [7, 8, 2], 0, {7: 1, 8: 2}, 3),
+    "a start beyond the end": ([1, 4], [7, 7, 2], 0, {7: 1}, 2),
+    "starts beyond the end and back": ([2**32 - 1, 2], [7, 7, 2], 0, {2 * BLOCK + 2: 3}, 2),
+    "more than a block has": ([0, 0], [0, 1, 2, 2], 0, {}, 1),
+    "twice the same place": ([2, 2], [7, 7, 2], 0, {7: 1, 2 * BLOCK + 2: 3}, 1),
+    "places backwards": ([3, 3], [8, 7, 9], 0, {8: 1, 9: 3}, 1),
+    "a place beyond the end": ([1, 2], [7, 65535, 3], 0, {7: 1, 2 * BLOCK - 1: 2}, 1),
+    "something after the end": ([1, 2], [7, 7, 2], 1, {7: 1, BLOCK + 7: 2, 2 * BLOCK + 2: 3}, 1),
+}
+
+
 def stranger_job() -> Job:
     """Lists that we would not have written: what is out of order or range is passed over and counted."""
-    job = Job()
-    indices, values = np.array([3, 3, 5, 4, 9, 10, 2**32 - 1], u32), np.arange(1, 8, dtype=f32)
-    span = np.array([(0, 0, 10, 7, 0, 1)], SPAN_TYPE)
-    entries = np.array([(0, 0, 7, 0)], TILE_TYPE)
-    out, odd = job.buffer(bytes(40)), job.buffer(counter(0))
-    job.launch(
-        "offbeat_top_k_decode_f32",
-        1,
-        256,
-        Address(job.buffer(indices.tobytes() + values.tobytes())),
-        Address(job.buffer(span.tobytes())),
-        Address(job.buffer(entries.tobytes())),
-        Address(out),
-        Address(odd),
-    )
-    want = np.zeros(10, f32)
-    want[[3, 5, 9]] = 1, 3, 5
-    job.expect("lists of strangers: values", out, want.tobytes())
-    job.expect("lists of strangers: refused", odd, counter(4))
+    job, count = Job(), 2 * BLOCK + 3
+    table = Address(job.buffer(np.array(cut(0, count, BLOCK, 0), TILE_TYPE).tobytes()))
+    for story, (starts, places, after, decoded, refused) in STRANGERS.items():
+        chosen = len(places)
+        span = np.array([(0, 0, count, chosen, 0, 3)], SPAN_TYPE)
+        codes = np.array([*places, *[after] * (chosen % 2)], np.uint16)
+        data = np.arange(1, chosen + 1, dtype=f32).tobytes() + np.array(starts, u32).tobytes() + codes.tobytes()
+        out, odd = job.buffer(bytes(4 * count)), job.buffer(counter(0))
+        job.launch(
+            "offbeat_top_k_decode_f32",
+            3,
+            256,
+            Address(job.buffer(data)),
+            Address(job.buffer(span.tobytes())),
+            table,
+            Address(out),
+            Address(odd),
+        )
+        want = np.zeros(count, f32)
+        want[list(decoded)] = list(decoded.values())
+        job.expect(f"lists of strangers, {story}: values", out, want.tobytes())
+        job.expect(f"lists of strangers, {story}: refused", odd, counter(refused))
     return job

@@ -90,13 +90,14 @@ def of_top_k(module: Module, dtype: str) -> list[Row]:
     """Without residual: fewer bytes, so what is spent beside them weighs more."""
     size = TYPES[dtype]
     raw = reference.narrow(normal(SELECTED), dtype)
-    spans, tiles, entries, count, length = top_k_jobs.lay_out([SELECTED], RATIO, top_k_jobs.TILE)
+    spans, tiles, targets, count, length = top_k_jobs.lay_out([SELECTED], RATIO, top_k_jobs.TILE)
     job, chosen = Job(), int(spans[0]["chosen"])
+    coded = reference.top_k_len(SELECTED, chosen)
     values, lists = Address(job.buffer(raw.tobytes())), Address(job.room(length))
     top_k_jobs.launch_selection(job, dtype, spans, tiles, values, None, count, lists, None)
     for operation in ("decode", "add"):
-        job.launch(f"offbeat_top_k_{operation}_{dtype}", len(entries), 256, lists, Address(job.buffer(spans.tobytes())),
-                   Address(job.buffer(entries.tobytes())), values, None)  # fmt: skip
+        job.launch(f"offbeat_top_k_{operation}_{dtype}", len(targets), 256, lists, Address(job.buffer(spans.tobytes())),
+                   Address(job.buffer(targets.tobytes())), values, None)  # fmt: skip
     keys = reference.widen(raw, dtype).view(u32) & u32(0x7FFFFFFF)
     last = np.sort(keys)[-chosen]
     few, bins = int((keys >> 20 >= last >> 20).sum()), 2 * 8192
@@ -107,8 +108,8 @@ def of_top_k(module: Module, dtype: str) -> list[Row]:
         return 4 * few + 8 * sum(len(np.unique(one)) for one in digits)
 
     least = [size * SELECTED, bins, size * SELECTED + 8 * few, counted(10), bins, counted(0), bins, 4 * few,
-             8 * len(spans) + 16 * len(tiles), 8 * few + 8 * chosen,
-             (8 + size) * chosen, (8 + 2 * size) * chosen]  # fmt: skip
+             8 * len(spans) + 16 * len(tiles), 8 * few + coded,
+             coded + size * chosen, coded + 2 * size * chosen]  # fmt: skip
     return measure(module, job, [("", one) for one in least])
 
 

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::codec::salt::{STEP, finalize};
 use crate::codec::{Codec, Salt};
 
 /// Elements of a result whose error is looked at: enough to know it, few enough to cost nothing.
@@ -218,10 +219,7 @@ impl Tally {
     }
 }
 
-/// Mixes two numbers well (the finalizer of splitmix64).
+/// Mixes two numbers well.
 pub fn mix(a: u64, b: u64) -> u64 {
-    let mut z = a.wrapping_mul(0x9e37_79b9_7f4a_7c15).wrapping_add(b).wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    finalize(a.wrapping_mul(STEP).wrapping_add(b).wrapping_add(STEP))
 }

@@ -48,7 +48,7 @@ impl Select {
     /// Builds it for tensors in a bucket of `count` elements, and how many each sends.
     pub fn build(group: &Group, tensors: &[(Range<usize>, TopK)], count: usize, dtype: DType) -> Result<Self> {
         let lists = Lists::new(tensors);
-        let (tiles, entries) = (group.upload_tiles(&lists.tiles)?, group.upload_tiles(&lists.entries)?);
+        let (tiles, targets) = (group.upload_tiles(&lists.tiles)?, group.upload_tiles(&lists.targets)?);
         // SAFETY: spans are numbers without gaps between them.
         let bytes =
             unsafe { std::slice::from_raw_parts(lists.spans.as_ptr().cast(), size_of_val(lists.spans.as_slice())) };
@@ -56,7 +56,7 @@ impl Select {
         let tables = Tables {
             spans: Tiles { address: spans.address(), count: lists.spans.len() as u32 },
             tiles: tiles.tiles,
-            entries: entries.tiles,
+            targets: targets.tiles,
             counts: counts.address(),
         };
         // where a tile is read it is written
@@ -67,7 +67,7 @@ impl Select {
             dtype,
             host_sum: Gossip::sum_inside(group, count, dtype)?,
             tables,
-            _held: ([tiles, entries], [spans, counts]),
+            _held: ([tiles, targets], [spans, counts]),
             left: group.zeros(count)?,
             plan: Plan::plain(&group.layout, lists.bytes),
             stride: lists.bytes.next_multiple_of(16),

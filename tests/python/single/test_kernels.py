@@ -66,6 +66,9 @@ def test_the_reference_gives_the_golden_vectors():
         fed, left = top_k_jobs.select(values, residual, chosen)
         assert fed == golden.section("top_k", case, "encoded with residual"), case
         assert canonical(left.tobytes(), "f32").tobytes() == golden.section("top_k", case, "residual after"), case
+    values = golden.of_blocks()
+    data = top_k_jobs.select(values, None, top_k_jobs.chosen_of(len(values), golden.RATIO))[0]
+    assert data == golden.section("top_k", golden.BLOCKS, "encoded")
     low_rank_jobs.check_reference()
 
 

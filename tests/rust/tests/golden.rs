@@ -16,6 +16,9 @@ use proptest::prelude::*;
 
 const STREAM: u64 = 0x0123_4567_89ab_cdef;
 const RATIO: f64 = 0.05;
+/// Seed and count of a case that only top-k has, over three blocks of its places. Its values are made where they are needed:
+/// stored, they would outweigh all others.
+const BLOCKS: (u64, usize) = (13, 2 * TopK::BLOCK + 3);
 /// Matrices: one with nothing left of earlier rounds, and two beyond the columns and rows that are summed by themselves.
 const SHAPES: [(&str, (usize, usize, usize)); 3] =
     [("ordinary", (37, 53, 3)), ("wide", (4, 1100, 2)), ("tall", (140, 30, 3))];
@@ -122,6 +125,12 @@ fn of_top_k(cases: &[Case]) -> File {
         file.add(name, "encoded with residual", &encoded);
         file.add(name, "residual after", &bytes_of(&left));
     }
+    let (seed, count) = BLOCKS;
+    let values: Vec<f32> = (0..count).map(|at| unit(seed, at)).map(|unit| unit * unit * unit).collect();
+    let top = TopK::new(count, RATIO).unwrap();
+    let mut encoded = vec![0; top.encoded_len()];
+    top.encode(&values, &mut encoded);
+    file.add("blocks", "encoded", &encoded);
     file
 }
 
@@ -154,7 +163,8 @@ fn of_low_rank(cases: &[Case]) -> File {
 fn files() -> BTreeMap<String, Vec<u8>> {
     let cases = cases();
     let mut files = BTreeMap::new();
-    let mut index = String::from("{\n  \"numbers\": \"little-endian; f32, u32 indices of top_k\",\n  \"files\": {\n");
+    let mut index =
+        String::from("{\n  \"numbers\": \"little-endian; f32, u32 starts and u16 places of top_k\",\n  \"files\": {\n");
     let mut input = File::default();
     for Case { name, values, residual, .. } in &cases {
         input.add(name, "values", &bytes_of(values));
@@ -178,7 +188,8 @@ fn files() -> BTreeMap<String, Vec<u8>> {
         );
         add(codec.name(), &about, of_codec(codec, &cases), ",");
     }
-    add("top_k", &format!("\"ratio\": {RATIO}, "), of_top_k(&cases), ",");
+    let about = format!("\"ratio\": {RATIO}, \"blocks\": [{}, {}], ", BLOCKS.0, BLOCKS.1);
+    add("top_k", &about, of_top_k(&cases), ",");
     let shapes: Vec<String> =
         SHAPES.map(|(name, (rows, cols, rank))| format!("\"{name}\": [{rows}, {cols}, {rank}]")).to_vec();
     let about = format!("\"rows, columns and rank\": {{{}}}, \"key\": \"{STREAM:016x}\", ", shapes.join(", "));

@@ -5,7 +5,7 @@
 //!    have the same sum and so select the same; each sends the lists of some of the tensors.
 //! 3. Everyone gets all lists and adds them up, hosts in ascending order, so all end with the same bits.
 //!
-//! Of N elements a host sends 8·ratio·N bytes to every other host. What is left is kept on every rank of the host. Tensors
+//! Of N elements a host sends 6·ratio·N bytes to every other host. What is left is kept on every rank of the host. Tensors
 //! that are no matrices (biases, scales) are sent whole: they are few, and a late one costs more than it weighs.
 
 use std::ops::Range;
@@ -71,11 +71,11 @@ impl Select {
 
     /// The slots whose lists a member of a host sends, out of so many members: about as many bytes each.
     fn of_seat(&self, members: usize, seat: usize) -> impl Iterator<Item = usize> {
-        let total = self.spans.iter().map(|(_, top)| top.chosen()).sum::<usize>().max(1);
+        let total = self.spans.iter().map(|(_, top)| top.encoded_len()).sum::<usize>().max(1);
         let mut before = 0;
         let carrier = move |(_, top): &(Range<usize>, TopK)| {
-            before += top.chosen();
-            (before - top.chosen()) * members / total
+            before += top.encoded_len();
+            (before - top.encoded_len()) * members / total
         };
         self.spans.iter().map(carrier).enumerate().filter(move |(_, carrier)| *carrier == seat).map(|(slot, _)| slot)
     }

@@ -10,6 +10,7 @@ mod factors;
 mod float16;
 mod int4;
 mod lanes;
+mod list;
 mod low_rank;
 mod min_max8;
 mod one_bit;
@@ -17,7 +18,7 @@ mod orthonormal;
 #[cfg(test)]
 mod properties;
 mod qsgd;
-mod salt;
+pub(crate) mod salt;
 mod scale;
 mod threshold;
 mod top_k;

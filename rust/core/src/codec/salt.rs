@@ -28,16 +28,16 @@ impl Salt<'_> {
     /// The key of a block, from which [`draw`] makes its numbers.
     #[inline(always)]
     pub(super) fn key(&self, index: usize) -> u64 {
-        mix(self.stream ^ mix(self.block(index).wrapping_add(STEP)))
+        finalize(self.stream ^ finalize(self.block(index).wrapping_add(STEP)))
     }
 }
 
 /// The golden ratio, by which counters of splitmix64 go on.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 
 /// The finalizer of splitmix64.
 #[inline(always)]
-const fn mix(mut z: u64) -> u64 {
+pub(crate) const fn finalize(mut z: u64) -> u64 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     z ^ (z >> 31)
@@ -46,7 +46,7 @@ const fn mix(mut z: u64) -> u64 {
 /// The `counter`-th 64 random bits of a key.
 #[inline(always)]
 pub(super) const fn draw(key: u64, counter: u64) -> u64 {
-    mix(key.wrapping_add((counter + 1).wrapping_mul(STEP)))
+    finalize(key.wrapping_add((counter + 1).wrapping_mul(STEP)))
 }
 
 #[cfg(test)]

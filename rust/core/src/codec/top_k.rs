@@ -1,11 +1,4 @@
-//! The largest numbers of many, by absolute value, and where they are.
-//!
-//! The encoding of `count` numbers of which `chosen` are sent has a fixed size:
-//!
-//! | bytes | is |
-//! |---|---|
-//! | 0..4·chosen | u32 indices, ascending |
-//! | 4·chosen..8·chosen | f32 values, in the same order |
+//! The largest numbers of many, by absolute value, and where they are. `list.rs` has their encoding.
 //!
 //! The smallest that is sent is found without a sort ([`threshold`]). Of equal ones the first are taken, so it is always as
 //! many as were asked for.
@@ -17,7 +10,7 @@
 use super::lanes::{Lanes, Loop, widest};
 use super::salt::draw;
 use super::threshold::{GROUP, each_group_from, key, reaches, threshold};
-use crate::{Error, Kind, Result};
+use crate::{Error, Result};
 
 /// Numbers that are looked at to guess which are large.
 const SAMPLE: usize = 8192;
@@ -28,8 +21,8 @@ const FEW: usize = 16;
 /// How many of how many are sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TopK {
-    count: usize,
-    chosen: usize,
+    pub(super) count: usize,
+    pub(super) chosen: usize,
 }
 
 impl TopK {
@@ -49,11 +42,6 @@ impl TopK {
     /// How many are sent.
     pub fn chosen(&self) -> usize {
         self.chosen
-    }
-
-    /// Bytes of an encoding.
-    pub fn encoded_len(&self) -> usize {
-        self.chosen * 8
     }
 
     /// Where the largest numbers are, in ascending order.
@@ -88,7 +76,7 @@ impl TopK {
         let (mut large, mut kept) = (Large::default(), Vec::new());
         widest(Add { values, residual, least, large: &mut large, kept: &mut kept });
         self.write(&large, residual, out);
-        self.entries(out).for_each(|(index, _)| residual[index] = 0.0);
+        self.each(out, residual, |left, _| *left = 0.0);
         kept.into_iter().for_each(|(at, old)| residual[at] = old);
     }
 
@@ -109,62 +97,16 @@ impl TopK {
 
     /// Encodes the largest of all values; if these are among the large ones, only those are looked at.
     fn write(&self, large: &Large, values: &[f32], out: &mut [u8]) {
-        let (places, sent) = out.split_at_mut((self.chosen * 4).min(out.len()));
-        let room = places.as_chunks_mut().0.iter_mut().zip(sent.as_chunks_mut().0);
-        let put = |(index, value): (u32, f32), (place, sent): (&mut [u8; 4], &mut [u8; 4])| {
-            (*place, *sent) = (index.to_le_bytes(), value.to_le_bytes());
-        };
-        if large.values.len() >= self.chosen {
+        if self.is_whole() {
+            out.as_chunks_mut().0.iter_mut().zip(values).for_each(|(sent, value)| *sent = value.to_le_bytes());
+        } else if large.values.len() >= self.chosen {
             let among = TopK { count: large.values.len(), chosen: self.chosen };
-            let pairs = among.select(&large.values).into_iter().map(|at| at as usize);
-            pairs.zip(room).for_each(|(at, room)| put((large.indices[at], large.values[at]), room));
+            let places = among.select(&large.values).into_iter().map(|at| at as usize);
+            self.list(places.map(|at| (large.indices[at], large.values[at])), out);
         } else {
             let all = self.select(values).into_iter();
-            all.zip(room).for_each(|(index, room)| put((index, values[index as usize]), room));
+            self.list(all.map(|index| (index, values[index as usize])), out);
         }
-    }
-
-    /// Decodes: zero where nothing was sent. Fails, and changes nothing, if the indices are not ours.
-    pub fn decode(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
-        self.check(bytes, out.len())?;
-        out.fill(0.0);
-        self.entries(bytes).for_each(|(index, value)| out[index] = value);
-        Ok(())
-    }
-
-    /// Decodes and adds to `out`, as [`TopK::decode`].
-    pub fn decode_add(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
-        self.check(bytes, out.len())?;
-        self.entries(bytes).for_each(|(index, value)| out[index] += value);
-        Ok(())
-    }
-
-    /// How many numbers of an encoding are not finite.
-    pub fn non_finite(&self, bytes: &[u8]) -> usize {
-        self.entries(bytes).filter(|(_, value)| !value.is_finite()).count()
-    }
-
-    fn entries<'a>(&self, bytes: &'a [u8]) -> impl Iterator<Item = (usize, f32)> + use<'a> {
-        let (indices, values) = bytes.split_at((self.chosen * 4).min(bytes.len()));
-        let indices = indices.as_chunks().0.iter().map(|index| u32::from_le_bytes(*index) as usize);
-        indices.zip(values.as_chunks().0.iter().map(|value| f32::from_le_bytes(*value)))
-    }
-
-    /// What comes from the wire is believed only if it is what we would have written.
-    fn check(&self, bytes: &[u8], count: usize) -> Result<()> {
-        let mut least = 0;
-        let in_order = self.entries(bytes).all(|(index, _)| {
-            let fits = index >= least && index < count;
-            least = index + 1;
-            fits
-        });
-        if in_order && bytes.len() == self.encoded_len() && count == self.count {
-            return Ok(());
-        }
-        Err(Error::new(
-            Kind::BadFrame,
-            format!("a list that does not hold {} indices of {count} in order", self.chosen),
-        ))
     }
 }
 
@@ -344,15 +286,6 @@ mod tests {
                 prop_assert_eq!(sum, wanted);
             }
         }
-
-        #[test]
-        fn any_bytes_are_read_or_refused(bytes in vec(any::<u8>(), 0..400), count in 1usize..60, ratio in 0.01f64..=1.0) {
-            let top = TopK::new(count, ratio).unwrap();
-            let mut out = vec![0.0; count];
-            if top.decode(&bytes, &mut out).is_ok() {
-                prop_assert_eq!(bytes.len(), top.encoded_len());
-            }
-        }
     }
 
     #[test]
@@ -360,6 +293,7 @@ mod tests {
         let top = TopK::new(4, 0.25).unwrap();
         let mut residual = [0.5, 1.0, 2.0, 3.0];
         let mut bytes = [0; 8];
+        assert_eq!(top.encoded_len(), bytes.len());
         top.encode_residual(&[1.0, f32::NAN, 1.0, f32::INFINITY], &mut residual, &mut bytes);
         assert_eq!((top.select(&[1.0, f32::NAN, 1.0, f32::INFINITY]), top.non_finite(&bytes)), (vec![1], 1));
         assert_eq!(residual, [1.5, 1.0, 3.0, 3.0]);
@@ -375,17 +309,5 @@ mod tests {
         for ratio in [0.0, -0.1, 1.1, 2.0, f64::NAN] {
             assert!(TopK::new(10, ratio).is_err_and(|error| error.message.contains("ratio")));
         }
-    }
-
-    #[test]
-    fn lists_out_of_order_or_range_are_refused() {
-        let top = TopK::new(10, 0.2).unwrap();
-        let list = |a: u32, b: u32| [a.to_le_bytes(), b.to_le_bytes(), [0; 4], [0; 4]].concat();
-        let mut out = [1.0; 10];
-        for (a, b) in [(3, 3), (4, 3), (0, 10), (u32::MAX, 0)] {
-            assert!(top.decode(&list(a, b), &mut out).is_err_and(|error| error.kind == Kind::BadFrame));
-        }
-        assert_eq!(out, [1.0; 10]);
-        assert!(top.decode(&list(0, 9), &mut out).is_ok() && top.decode(&list(0, 9)[..12], &mut out).is_err());
     }
 }

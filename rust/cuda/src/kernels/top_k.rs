@@ -15,8 +15,9 @@ use crate::stream::{Address, Stream};
 const FILE: &str = "top_k";
 /// Threads of a block, which has a tile, or a tensor.
 const THREADS: u32 = 256;
-/// Elements of a tile, and entries of a list that are decoded together.
+/// Elements of a tile. Blocks of lists begin with one.
 const TILE: usize = 16_384;
+const _: () = assert!(TopK::BLOCK.is_multiple_of(TILE));
 /// Bytes that a tensor has for counts.
 pub(crate) const COUNTS: usize = 2048 * 4;
 /// Bytes of scratch memory for a tensor, for a tile, and for an element.
@@ -47,8 +48,8 @@ pub struct Lists {
     pub spans: Vec<Span>,
     /// Tiles of their elements.
     pub tiles: Vec<Tile>,
-    /// Tiles of the entries of their lists.
-    pub entries: Vec<Tile>,
+    /// Tiles of the elements that their lists are for: blocks, or any of a tensor that is sent whole.
+    pub targets: Vec<Tile>,
     /// Bytes of all lists.
     pub bytes: usize,
 }
@@ -58,7 +59,7 @@ impl Lists {
     pub fn new(tensors: &[(Range<usize>, TopK)]) -> Self {
         let mut lists = Lists::default();
         for (span, (range, top)) in (0..).zip(tensors) {
-            let tiles = cut(range.clone(), span);
+            let tiles = cut(range.clone(), TILE, span);
             lists.spans.push(Span {
                 value: range.start as u64,
                 list: lists.bytes as u64,
@@ -70,16 +71,17 @@ impl Lists {
             });
             lists.bytes += top.encoded_len();
             lists.tiles.extend(tiles);
-            lists.entries.extend(cut(0..top.chosen(), span));
+            lists.targets.extend(cut(range.clone(), if top.is_whole() { TILE } else { TopK::BLOCK }, span));
         }
         lists
     }
 }
 
-/// Tiles of a range.
-fn cut(range: Range<usize>, span: u32) -> Vec<Tile> {
-    let tile = |first: usize| Tile { value: first as u64, record: 0, count: TILE.min(range.end - first) as u32, span };
-    range.clone().step_by(TILE).map(tile).collect()
+/// Tiles of a range, of so many elements.
+fn cut(range: Range<usize>, length: usize, span: u32) -> Vec<Tile> {
+    let tile =
+        |first: usize| Tile { value: first as u64, record: 0, count: length.min(range.end - first) as u32, span };
+    range.clone().step_by(length).map(tile).collect()
 }
 
 /// [`Lists`] on the device.
@@ -89,8 +91,8 @@ pub struct Tables {
     pub spans: Tiles,
     /// Tiles of their elements.
     pub tiles: Tiles,
-    /// Tiles of the entries of their lists.
-    pub entries: Tiles,
+    /// Tiles of the elements that their lists are for.
+    pub targets: Tiles,
     /// Counts: zero at the beginning, and again when a selection is over.
     pub counts: Address,
 }
@@ -180,17 +182,17 @@ impl Kernels {
         (values, dtype): (Address, DType),
         odd: Address,
     ) -> Result<()> {
-        let (Tables { spans, entries, .. }, of) = (*tables, suffix(dtype)?);
-        if entries.count == 0 {
+        let (Tables { spans, targets, .. }, of) = (*tables, suffix(dtype)?);
+        if targets.count == 0 {
             return Ok(());
         }
         let name = match how {
             Scatter::Decode => format!("offbeat_top_k_decode_{of}"),
             Scatter::Add => format!("offbeat_top_k_add_{of}"),
         };
-        let arguments = Arguments::new().wide(lists).wide(spans.address).wide(entries.address).wide(values).wide(odd);
+        let arguments = Arguments::new().wide(lists).wide(spans.address).wide(targets.address).wide(values).wide(odd);
         // SAFETY: the caller's promise, and the arguments are those that kernels/README.md lists.
-        unsafe { self.launch_top_k(stream, &name, entries.count, arguments) }
+        unsafe { self.launch_top_k(stream, &name, targets.count, arguments) }
     }
 }
 
@@ -201,13 +203,17 @@ mod tests {
     #[test]
     fn tiles_and_lists_follow_each_other_and_belong_to_one_tensor() {
         let top = |count, ratio| TopK::new(count, ratio).unwrap();
-        let tensors = [(0..40_000, top(40_000, 0.5)), (40_064..40_064, top(0, 1.0)), (40_064..40_071, top(7, 1.0))];
+        let tensors =
+            [(0..70_000, top(70_000, 0.5)), (70_016..70_016, top(0, 1.0)), (70_016..90_016, top(20_000, 1.0))];
         let lists = Lists::new(&tensors);
-        assert_eq!(lists.bytes, 8 * (20_000 + 7));
+        // values, a start and places; values
+        assert_eq!(lists.bytes, 6 * 35_000 + 4 + 4 * 20_000);
         let of = |tiles: &[Tile]| tiles.iter().map(|it| (it.span, it.value, it.count)).collect::<Vec<_>>();
-        assert_eq!(of(&lists.tiles), [(0, 0, 16_384), (0, 16_384, 16_384), (0, 32_768, 7232), (2, 40_064, 7)]);
-        assert_eq!(of(&lists.entries), [(0, 0, 16_384), (0, 16_384, 3616), (2, 0, 7)]);
+        let whole = [(2, 70_016, 16_384), (2, 86_400, 3616)];
+        let parts = [(0, 0, 16_384), (0, 16_384, 16_384), (0, 32_768, 16_384), (0, 49_152, 16_384), (0, 65_536, 4464)];
+        assert_eq!(of(&lists.tiles), [&parts[..], &whole].concat());
+        assert_eq!(of(&lists.targets), [&[(0, 0, 65_536), (0, 65_536, 4464)][..], &whole].concat());
         let spans: Vec<_> = lists.spans.iter().map(|it| (it.list, it.chosen, it.first_tile, it.tile_count)).collect();
-        assert_eq!(spans, [(0, 20_000, 0, 3), (160_000, 0, 3, 0), (160_000, 7, 3, 1)]);
+        assert_eq!(spans, [(0, 35_000, 0, 5), (210_004, 0, 5, 0), (210_004, 20_000, 5, 2)]);
     }
 }
