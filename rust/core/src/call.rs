@@ -135,7 +135,9 @@ impl Call {
                         one_each(tensors)?;
                         one_dtype(tensors.iter().chain([out]))
                     }
-                    None if me == *src => Err(Error::invalid("scatter: src must give one tensor for each rank")),
+                    None if me == *src => Err(Error::invalid(
+                        "scatter without tensors on src; try: a list of one tensor for each rank there",
+                    )),
                     _ => Ok(()),
                 }
             }

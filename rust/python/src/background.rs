@@ -113,6 +113,11 @@ impl Background {
         self.0.applied();
     }
 
+    /// This rank has made so many steps, and no bound keeps it from the next.
+    fn passed(&self, clock: u64) {
+        self.0.passed(clock);
+    }
+
     #[pyo3(signature = (*, only_results))]
     fn wait(&self, py: Python<'_>, only_results: bool) -> PyResult<Option<&'static str>> {
         let caught = Caught::default();

@@ -1,5 +1,6 @@
 //! Listening and dialing: proven connections, over whichever address works first.
 
+use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsRawFd;
@@ -8,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use socket2::{Domain, Protocol, Type};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
-use tokio::sync::{Semaphore, mpsc};
-use tokio::task::JoinSet;
+use tokio::sync::mpsc;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
 use crate::address::plain;
@@ -22,7 +23,7 @@ use crate::socket::Socket;
 
 /// A stranger gets this long to prove itself.
 const PROOF_TIME: Duration = Duration::from_secs(10);
-/// Unproven connections at one time; more are turned away.
+/// Unproven connections at one time; for more the oldest go.
 const STRANGERS: usize = 256;
 /// The next address is tried when this one has not answered for so long.
 const STAGGER: Duration = Duration::from_millis(250);
@@ -71,11 +72,11 @@ pub(crate) fn listen() -> Result<(u16, TcpListener)> {
 /// Lets proven dialers in for ever; strangers are logged and dropped.
 pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
     let _registered = ClosedInChild::new(listener.as_raw_fd());
-    let strangers = Arc::new(Semaphore::new(STRANGERS));
+    let mut strangers = Strangers::default();
     loop {
         match listener.accept().await {
             Ok((stream, address)) => match Socket::tcp(stream, door.patience) {
-                Ok(socket) => admit(socket, plain(address).to_string(), &door, &strangers, &arrivals),
+                Ok(socket) => admit(socket, plain(address).to_string(), &door, &mut strangers, &arrivals),
                 Err(error) => log::debug!("a connection from {} went away: {error}", plain(address)),
             },
             Err(error) => {
@@ -89,10 +90,12 @@ pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc
 /// As [`accept_tcp`], for the abstract Unix socket.
 pub(crate) async fn accept_unix(listener: UnixListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
     let _registered = ClosedInChild::new(listener.as_raw_fd());
-    let strangers = Arc::new(Semaphore::new(STRANGERS));
+    let mut strangers = Strangers::default();
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => admit(Socket::unix(stream), "a local process".to_owned(), &door, &strangers, &arrivals),
+            Ok((stream, _)) => {
+                admit(Socket::unix(stream), "a local process".to_owned(), &door, &mut strangers, &arrivals)
+            }
             Err(error) => {
                 log::warn!("cannot accept local connections: {error}; try: ulimit -n");
                 sleep(Duration::from_millis(100)).await;
@@ -101,20 +104,39 @@ pub(crate) async fn accept_unix(listener: UnixListener, door: Door, arrivals: mp
     }
 }
 
+/// Connections that have proven nothing yet, in the order in which they came.
+///
+/// A rank proves itself within a few round trips, so among too many it is the oldest that are not ranks: a newcomer that
+/// was turned away might be one, and a crowd that says nothing would keep the world from linking.
+#[derive(Default)]
+struct Strangers(VecDeque<AbortHandle>);
+
+impl Strangers {
+    /// Makes room for one more; whether somebody had to go for that.
+    fn make_room(&mut self) -> bool {
+        if self.0.len() >= STRANGERS {
+            self.0.retain(|stranger| !stranger.is_finished());
+        }
+        let crowded = self.0.len() >= STRANGERS;
+        if crowded && let Some(oldest) = self.0.pop_front() {
+            oldest.abort();
+        }
+        crowded
+    }
+}
+
 fn admit(
     socket: Socket,
     address: String,
     door: &Door,
-    strangers: &Arc<Semaphore>,
+    strangers: &mut Strangers,
     arrivals: &mpsc::UnboundedSender<Arrival>,
 ) {
-    let Ok(permit) = Arc::clone(strangers).try_acquire_owned() else {
-        log::warn!("turned a connection from {address} away: too many that have proven nothing");
-        return;
-    };
+    if strangers.make_room() {
+        log::warn!("dropped a connection for one from {address}: too many that have proven nothing");
+    }
     let (door, arrivals) = (door.clone(), arrivals.clone());
-    tokio::spawn(async move {
-        let _permit = permit;
+    let proof = tokio::spawn(async move {
         match timeout(PROOF_TIME, greet(&socket, &door)).await {
             Ok(Ok((intro, neighbour))) => {
                 // after the links are up nobody takes arrivals any more, and this one is dropped
@@ -125,6 +147,7 @@ fn admit(
             Err(_) => log::warn!("dropped a connection from {address}: it said too little for {PROOF_TIME:?}"),
         }
     });
+    strangers.0.push_back(proof.abort_handle());
 }
 
 fn hung_up(error: std::io::Error) -> Error {
@@ -135,6 +158,12 @@ fn hung_up(error: std::io::Error) -> Error {
 fn unanswered(error: std::io::Error) -> Error {
     let kind = if error.kind() == ErrorKind::ConnectionRefused { Kind::PeerLost } else { Kind::Timeout };
     Error::new(kind, error.to_string())
+}
+
+/// A listener that hung up on us. Not a refusal: with another token it would have shown that in its reply. It may have had
+/// too many strangers at its door, or have ended, which the next attempt tells.
+fn dropped_us(error: std::io::Error) -> Error {
+    Error::new(Kind::Timeout, format!("it hung up before it proved anything ({error})"))
 }
 
 /// The listener's half of the handshake.
@@ -172,16 +201,16 @@ pub(crate) async fn introduce(
 ) -> Result<Purpose> {
     let dialer = handshake::nonce()?;
     let began = Instant::now();
-    socket.write_all(&handshake::hello(&dialer)).await.map_err(hung_up)?;
-    let reply = socket.read_array().await.map_err(hung_up)?;
+    socket.write_all(&handshake::hello(&dialer)).await.map_err(dropped_us)?;
+    let reply = socket.read_array().await.map_err(dropped_us)?;
     let round_trip = socket.round_trip().unwrap_or_else(|| began.elapsed());
     let (listener, rank) = handshake::read_reply(&door.token, &dialer, &reply)?;
     if rank != to {
         return Err(Error::new(Kind::Unauthorized, format!("rank {rank} answered there")));
     }
     let intro = Intro { from: door.me, to, purpose: purpose(round_trip) };
-    socket.write_all(&handshake::intro(&door.token, &dialer, &listener, &intro)).await.map_err(hung_up)?;
-    match socket.read_array().await.map_err(hung_up)? {
+    socket.write_all(&handshake::intro(&door.token, &dialer, &listener, &intro)).await.map_err(dropped_us)?;
+    match socket.read_array().await.map_err(dropped_us)? {
         [WELCOME] => Ok(intro.purpose),
         [_] => Err(Error::new(Kind::Unauthorized, "it did not welcome us")),
     }
@@ -221,7 +250,7 @@ pub(crate) async fn dial(
             match attempt {
                 Ok(Ok(won)) => match won.0.write_all(&[KEPT]).await {
                     Ok(()) => return Ok(won),
-                    Err(error) => failures.push((won.1, hung_up(error))),
+                    Err(error) => failures.push((won.1, dropped_us(error))),
                 },
                 Ok(Err(failure)) => failures.push(failure),
                 Err(error) => log::debug!("a dialing task ended: {error}"),
@@ -277,6 +306,42 @@ mod tests {
         assert!(not_him.message.contains("rank 0 answered"), "{not_him}");
         let (_socket, ..) = dial(&door(b"secret", 3), 0, &[address], first, soon).await.unwrap();
         assert_eq!(arrivals.recv().await.unwrap().intro.from, 3);
+    }
+
+    #[tokio::test]
+    async fn a_crowd_at_the_door_keeps_nobody_out() {
+        let (port, listener) = listen().unwrap();
+        let (sender, mut arrivals) = mpsc::unbounded_channel();
+        tokio::spawn(accept_tcp(listener, door(b"secret", 0), sender));
+        let address: SocketAddr = (Ipv4Addr::LOCALHOST, port).into();
+        let mut crowd = Vec::new();
+        for _ in 0..STRANGERS + 50 {
+            let mut silent = TcpStream::connect(address).await.unwrap();
+            silent.write_all(b"O").await.unwrap();
+            crowd.push(silent);
+        }
+        let soon = Instant::now() + PROOF_TIME / 2;
+        let (_socket, ..) = dial(&door(b"secret", 3), 0, &[address], first, soon).await.unwrap();
+        assert_eq!(arrivals.recv().await.unwrap().intro.from, 3);
+        // the oldest have gone, the youngest still have their time
+        assert_eq!(timeout(PROOF_TIME / 2, crowd[0].read(&mut [0])).await.unwrap().unwrap_or(0), 0);
+        let (mut byte, youngest) = ([0], crowd.last_mut().unwrap());
+        assert!(timeout(Duration::from_millis(50), youngest.read(&mut byte)).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn who_is_hung_up_on_tries_again() {
+        let (port, listener) = listen().unwrap();
+        let (sender, _arrivals) = mpsc::unbounded_channel();
+        tokio::spawn(async move {
+            for _ in 0..2 {
+                drop(listener.accept().await);
+            }
+            accept_tcp(listener, door(b"s", 0), sender).await;
+        });
+        let soon = Instant::now() + Duration::from_secs(5);
+        let address: SocketAddr = (Ipv4Addr::LOCALHOST, port).into();
+        assert_eq!(dial(&door(b"s", 1), 0, &[address], first, soon).await.unwrap().1, address);
     }
 
     #[tokio::test]

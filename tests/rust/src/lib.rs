@@ -6,6 +6,7 @@
 //! - [`mixing`]: what gossip must compute, likewise
 //! - [`arithmetic`]: what codecs must compute, likewise
 //! - [`decoders`]: one function for each reader of bytes from outside, run by fuzzers and by the stored corpus alike
+//! - [`sources`]: the sources of a crate as text, for the rules that no compiler checks
 
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "a harness fails tests by panicking")]
 
@@ -13,6 +14,7 @@ pub mod arithmetic;
 pub mod decoders;
 pub mod mixing;
 pub mod reference;
+pub mod sources;
 pub mod tensor;
 pub mod world;
 

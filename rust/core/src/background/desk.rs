@@ -67,6 +67,8 @@ struct State {
     /// Whether something came of rounds during a pause that was not added yet.
     carrying: bool,
     clock: u64,
+    /// How many steps training has made and may go beyond, and since when; told where staleness is bounded.
+    passed: (u64, Instant),
     /// Whom the background thread waits for.
     late: Vec<u32>,
     /// Why exchanges have ended, if the device has failed.
@@ -94,6 +96,7 @@ pub(super) struct View {
     pub(super) stop: bool,
     pub(super) paused: bool,
     pub(super) clock: u64,
+    pub(super) passed: (u64, Instant),
 }
 
 impl Desk {
@@ -107,6 +110,7 @@ impl Desk {
             paused: false,
             carrying: false,
             clock: 0,
+            passed: (0, Instant::now()),
             late: Vec::new(),
             failed: None,
             progress: Progress { living, ..Progress::default() },
@@ -157,6 +161,11 @@ impl Desk {
             state.clock = clock;
             self.set(&mut state, Phase::Taken);
         }
+    }
+
+    /// This rank has made so many steps, and no bound keeps it from the next.
+    pub fn passed(&self, clock: u64) {
+        self.state().passed = (clock, Instant::now());
     }
 
     /// Waits until there is something to do. None if there never will be: nobody is left, or the thread has ended. With
@@ -291,7 +300,14 @@ impl Desk {
 
     pub(super) fn view(&self) -> View {
         let state = self.state();
-        View { phase: state.phase, urgent: state.urgent, stop: state.stop, paused: state.paused, clock: state.clock }
+        View {
+            phase: state.phase,
+            urgent: state.urgent,
+            stop: state.stop,
+            paused: state.paused,
+            clock: state.clock,
+            passed: state.passed,
+        }
     }
 
     pub(super) fn turn_to(&self, phase: Phase) {

@@ -35,6 +35,8 @@ pub(super) trait Exchange: Send {
     fn lost(&mut self, post: &mut Post, rank: u32);
     /// Nothing is under way, and training is paused or not.
     fn rests(&mut self, _: &mut Post, _: bool) {}
+    /// Training has made so many steps, and no safe point for a while: there may be no more of them.
+    fn stands(&mut self, _: &mut Post, _: u64) {}
     /// Whether others wait for this rank to begin.
     fn is_awaited(&self, post: &Post) -> bool;
     /// Whom the round under way waits for.

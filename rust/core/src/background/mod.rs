@@ -226,6 +226,11 @@ impl Background {
         self.poke();
     }
 
+    /// This rank has made so many steps, see [`Desk::passed`].
+    pub fn passed(&self, clock: u64) {
+        self.desk.passed(clock);
+    }
+
     /// The delta was added.
     pub fn applied(&self) {
         self.desk.applied();

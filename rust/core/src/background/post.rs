@@ -47,12 +47,15 @@ pub(super) enum About {
     Have = 13,
     /// What was agreed on: the list of members whose values count.
     Agreed = 14,
+    /// How many steps the sender has made, where nothing tells that it will push them.
+    Steps = 15,
 }
 
 impl About {
     fn from_byte(byte: u8) -> Option<Self> {
         use About::*;
-        let all = [Share, Mean, Value, Understood, Again, Moved, Push, Pull, Lost, Bye, Account, Base, Have, Agreed];
+        let all =
+            [Share, Mean, Value, Understood, Again, Moved, Push, Pull, Lost, Bye, Account, Base, Have, Agreed, Steps];
         all.into_iter().find(|about| *about as u8 == byte)
     }
 }

@@ -2,7 +2,9 @@
 //! owner adds a member's part of it, and answers with what it has then. The member moves there.
 //!
 //! A rank's own thread serves its shard also while its training is slow: nobody waits for a step of another. Where staleness
-//! is bounded, an owner answers only when all members have come as far as who asks; then the answer holds all of it.
+//! is bounded, an owner answers only when all members have come as far as who asks; then the answer holds all of it. But a
+//! member may have ended its training, or wait for others in a call, with steps that it has not pushed and will not: it says
+//! so after a while, and who comes to the same step is answered without them.
 //!
 //! With a codec updates are encoded with residuals, and answers as differences to what the owner knows the member to have.
 //! Both sides keep that replica, and it is the same on both, bit by bit; the first answer of an owner is in full precision.
@@ -41,6 +43,8 @@ pub(super) struct Server {
     /// How far this rank had come when it last pushed.
     clock: u64,
     active: Option<Active>,
+    /// How far members have come by their own account, with steps that they have not pushed.
+    steps: BTreeMap<u32, u64>,
     /// Pushes for shards that are not known to be ours yet, or not open.
     early: Vec<Letter>,
     opening: Option<Opening>,
@@ -56,6 +60,12 @@ struct Active {
 fn owner(members: &[u32], shard: usize, living: &[u32]) -> Option<u32> {
     let n = members.len();
     (0..n).map(|at| members[(shard + at) % n]).find(|rank| living.binary_search(rank).is_ok())
+}
+
+/// How far a member has come, by what it has pushed to a shard or by its own account.
+fn come_to(owned: &Owned, steps: &BTreeMap<u32, u64>, rank: u32) -> u64 {
+    let of = |clocks: &BTreeMap<u32, u64>| clocks.get(&rank).copied().unwrap_or(0);
+    of(&owned.clocks).max(of(steps))
 }
 
 fn members_place(members: &[u32], rank: u32) -> Option<usize> {
@@ -83,6 +93,7 @@ impl Server {
             seeded: false,
             clock: 0,
             active: None,
+            steps: BTreeMap::new(),
             early: Vec::new(),
             opening: None,
         };
@@ -147,8 +158,7 @@ impl Server {
     /// Answers those that need not wait any more.
     fn answer(&mut self, post: &Post, shard: usize) {
         let Some(owned) = self.owned.get_mut(&shard) else { return };
-        let clock_of = |rank: &u32| owned.clocks.get(rank).copied().unwrap_or(0);
-        let slowest = post.living().iter().map(clock_of).min().unwrap_or(0);
+        let slowest = post.living().iter().map(|rank| come_to(owned, &self.steps, *rank)).min().unwrap_or(0);
         let (now, later) =
             std::mem::take(&mut owned.waiting).into_iter().partition(|(_, clock)| !self.bounded || *clock <= slowest);
         owned.waiting = later;
@@ -158,6 +168,12 @@ impl Server {
         }
         for (rank, clock) in now {
             self.send_values(post, shard, rank, clock);
+        }
+    }
+
+    fn answer_all(&mut self, post: &Post) {
+        for shard in self.owned.keys().copied().collect::<Vec<_>>() {
+            self.answer(post, shard);
         }
     }
 
@@ -318,6 +334,10 @@ impl Exchange for Server {
             About::Push => self.take_push(post, letter),
             About::Account | About::Base => self.take_account(post, &letter),
             About::Pull => self.take_pull(&letter),
+            About::Steps => {
+                self.steps.insert(letter.from, letter.envelope.round);
+                self.answer_all(post);
+            }
             _ => {}
         }
     }
@@ -337,8 +357,16 @@ impl Exchange for Server {
         }
         self.try_to_open(post);
         // who waited for the lost one need not any more
-        for shard in self.owned.keys().copied().collect::<Vec<_>>() {
-            self.answer(post, shard);
+        self.answer_all(post);
+    }
+
+    fn stands(&mut self, post: &mut Post, clock: u64) {
+        let told = self.steps.get(&post.me).copied().unwrap_or(0).max(self.clock);
+        if self.bounded && clock > told {
+            self.steps.insert(post.me, clock);
+            let envelope = Envelope::new(About::Steps, post.epoch(), clock);
+            post.others().into_iter().for_each(|rank| post.send(rank, &envelope, &[]));
+            self.answer_all(post);
         }
     }
 
@@ -350,7 +378,7 @@ impl Exchange for Server {
     fn missing(&self, post: &Post) -> Vec<u32> {
         let Some(active) = &self.active else { return Vec::new() };
         let slow = |owned: &Owned| {
-            let behind = |rank: &&u32| owned.clocks.get(*rank).copied().unwrap_or(0) < active.clock;
+            let behind = |rank: &&u32| come_to(owned, &self.steps, **rank) < active.clock;
             post.living().iter().filter(behind).copied().collect::<Vec<u32>>()
         };
         match self.owned.values().map(slow).find(|late| !late.is_empty() && self.bounded) {

@@ -20,9 +20,11 @@ const VERY_LATE: Duration = Duration::from_secs(30);
 /// For so long a round waits to hear from a member itself that another one has lost: if that is dead the roster says so, and
 /// if it has left its goodbye does. Neither comes only where two ranks are cut off from each other and not from the rest.
 const LINGER: Duration = Duration::from_millis(500);
+/// After so long without a safe point training may be over, or wait for other ranks in a call.
+const STANDS: Duration = Duration::from_millis(100);
 /// Without a period, for how many times as long as a round took the thread rests after it: what bytes cost of processors and
-/// wire is then a sixth of what it would be without a rest, whatever the network and the model.
-const RESTS: u32 = 5;
+/// wire is then an eighth of what it would be without a rest, whatever the network and the model.
+const RESTS: u32 = 7;
 /// The shortest rest.
 const SOONEST: Duration = Duration::from_micros(100);
 /// Between two looks at a ferry that is on its way.
@@ -153,6 +155,10 @@ impl Worker {
             // after it: a round that has all it needs of who has left ends well
             if self.go_on_without(absent) {
                 self.turn()?;
+            }
+            let (steps, since) = self.desk.view().passed;
+            if since.elapsed() >= STANDS {
+                self.exchange.stands(&mut self.post, steps);
             }
             if self.desk.saves() && self.is_idle()? {
                 self.desk.give(self.save());
@@ -379,8 +385,8 @@ mod tests {
         let ended = began + 3 * second;
         assert_eq!(next(Some(10 * second), began, ended, second), began + 10 * second);
         assert_eq!(next(Some(Duration::ZERO), began, ended, second), began, "at once");
-        assert_eq!(next(None, began, ended, 3 * second), ended + 15 * second);
-        assert_eq!(next(None, began, began, 2 * second), began + 10 * second, "the letter of a peer was there already");
-        assert_eq!(next(None, began, began + 60 * second, second), began + (60 + 10) * second, "a peer was paused");
+        assert_eq!(next(None, began, ended, 3 * second), ended + 21 * second);
+        assert_eq!(next(None, began, began, 2 * second), began + 14 * second, "the letter of a peer was there already");
+        assert_eq!(next(None, began, began + 60 * second, second), began + (60 + 14) * second, "a peer was paused");
     }
 }

@@ -26,7 +26,9 @@ impl Scheduler {
             return Err(error.clone());
         }
         if shared.built().readiness.has_begun() {
-            return Err(Error::invalid("buckets cannot change while a round is under way"));
+            return Err(Error::invalid(
+                "buckets cannot change while gradients are exchanged; try: after backward() has returned",
+            ));
         }
         let mut agreed: Vec<u64> = [sizes.first, sizes.rest].iter().chain(order).map(|value| *value as u64).collect();
         let first = Some(shared.limits.first);

@@ -18,6 +18,7 @@
 //! everybody (the owner too) decodes the same bytes. An exchange does the same to its sums, so that the result does not
 //! depend on the way.
 
+mod chunks;
 mod scatter;
 mod wire;
 

@@ -1,61 +1,18 @@
 //! Scatter and gather: the way of long data between hosts. The module above tells what happens and why.
 
 use std::collections::{HashMap, HashSet};
-use std::ops::Range;
 
 use offbeat_transport::outbox::Payload;
 use offbeat_transport::pool::Block;
 use offbeat_transport::shm::arena::Piece;
 
 use super::super::carried::{Carried, each_once};
+use super::chunks::{Chunk, chunks};
 use super::{Context, Stage, Wire};
 use crate::Result;
 use crate::buffer::Buffer;
 use crate::coding::Coding;
 use crate::dtype::Op;
-use crate::topology::{Layout, cut};
-
-/// A piece of the data that travels in one frame.
-#[derive(Debug, PartialEq, Eq)]
-struct Chunk {
-    range: Range<usize>,
-    /// The host that sums it; none where both of two do.
-    owner: Option<usize>,
-    /// The member of each host that carries it.
-    carriers: Vec<usize>,
-    /// In which slice of its part it lies.
-    slice: usize,
-}
-
-/// How much smaller the last chunks are. When nothing more is to be sent, the wire waits for the last chunk to be summed and
-/// sent back, so that one should be short; if all were, frames would cost more than they carry.
-const TAPER: usize = 8;
-
-/// Cuts the data into chunks, alike on every rank: each part into a multiple of `hosts` chunks, owned in turn, and the end
-/// of it into smaller ones.
-fn chunks(layout: &Layout, count: usize, size: usize, align: usize, slices: usize, chunk_bytes: usize) -> Vec<Chunk> {
-    let hosts = layout.hosts.len();
-    let mut chunks = Vec::new();
-    for part in layout.parts(count, align) {
-        let len = part.range.len();
-        let end = (2 * hosts * chunk_bytes / size).next_multiple_of(align).min(len);
-        let (body, end) = ((len - end) / align * align, len - (len - end) / align * align);
-        let mut cut_up = |first: usize, len: usize, chunk_bytes: usize| {
-            let ways = (len * size).div_ceil(hosts * chunk_bytes).max(1) * hosts;
-            for at in 0..ways {
-                let range = first + cut(len, ways, at, align)..first + cut(len, ways, at + 1, align);
-                if !range.is_empty() {
-                    let owner = (hosts > 2).then_some(at % hosts);
-                    let slice = (range.start - part.range.start) * slices / part.range.len();
-                    chunks.push(Chunk { range, owner, carriers: part.carriers.clone(), slice });
-                }
-            }
-        };
-        cut_up(part.range.start, body, chunk_bytes);
-        cut_up(part.range.start + body, end, (chunk_bytes / TAPER).max(1));
-    }
-    chunks
-}
 
 /// What has come of a chunk that is summed here.
 struct Pending {
@@ -398,36 +355,5 @@ impl Scatter {
             members.extend(late.map(|host| self.plan[*id].carriers[host]));
         }
         each_once(members)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use proptest::prelude::*;
-
-    proptest! {
-        #[test]
-        fn chunks_cover_everything_once_and_owners_share_alike(
-            sizes in proptest::collection::vec(1usize..4, 2..5), count in 1usize..20_000, slices in 1usize..5,
-        ) {
-            let layout = Layout::of_sizes(&sizes);
-            let plan = chunks(&layout, count, 4, 16, slices, 256);
-            let mut owned = vec![0; sizes.len()];
-            let mut at = 0;
-            for chunk in &plan {
-                prop_assert_eq!(chunk.range.start, at);
-                at = chunk.range.end;
-                prop_assert!(chunk.slice < slices && chunk.range.len() <= 64 + 16, "{chunk:?}");
-                prop_assert_eq!(chunk.owner.is_none(), sizes.len() == 2);
-                owned[chunk.owner.unwrap_or(0)] += chunk.range.len();
-            }
-            prop_assert_eq!(at, count);
-            if sizes.len() > 2 {
-                let parts = layout.parts(count, 16).len();
-                let (least, most) = (owned.iter().min().unwrap(), owned.iter().max().unwrap());
-                prop_assert!(most - least <= parts * slices * 64 * 5 + 64, "{owned:?}");
-            }
-        }
     }
 }

@@ -4,9 +4,10 @@
 //! call that must not block, or comes while others are under way, goes to the group's thread, which starts when it is
 //! first needed. So calls of one group never overtake each other, and calls of different groups never wait for each other.
 
+mod line;
+
 use std::any::Any;
 use std::cell::Cell;
-use std::collections::VecDeque;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -17,6 +18,7 @@ use offbeat_transport::shm::team::{INLINE, Team};
 use offbeat_transport::watchdog::Watch;
 use offbeat_transport::{Interrupt, fork};
 
+use self::line::{End, Job, Line};
 use crate::call::Call;
 use crate::collective::Context;
 use crate::config::Tuning;
@@ -47,10 +49,15 @@ pub struct Work {
 // SAFETY: the buffers in a call are addresses whose owners travel along in `keep`, or wait for the call.
 unsafe impl Send for Work {}
 
-struct Job {
-    work: Work,
-    after: Option<Arc<dyn Event>>,
-    ticket: Ticket,
+/// Who is in a group, and how this rank meets those of its own host.
+pub(crate) struct Members {
+    /// In ascending order.
+    pub(crate) ranks: Vec<u32>,
+    pub(crate) layout: Layout,
+    /// None if this rank has no neighbours in the group.
+    pub(crate) team: Option<Team>,
+    /// Where neighbours find this rank; given back with the group. None in the group of all ranks, whose blocks are the mesh's.
+    pub(crate) control: Option<Piece>,
 }
 
 /// A group of ranks. Cheap to clone.
@@ -74,37 +81,6 @@ struct Inner {
     lane: Mutex<Lane>,
 }
 
-/// Who is next. Held for a moment only, never during a call.
-#[derive(Default)]
-struct Line {
-    jobs: VecDeque<Job>,
-    busy: bool,
-    end: Option<End>,
-    has_thread: bool,
-}
-
-/// Why a group takes no more calls.
-#[derive(Clone, Copy, PartialEq)]
-enum End {
-    /// Its last call was made.
-    Closed,
-    Shutdown,
-}
-
-impl Line {
-    /// Admits a call, if one may still come; nothing comes after the one that closes.
-    fn admit(&mut self, call: &Call) -> Result<()> {
-        match self.end {
-            Some(end) => Err(end.story()),
-            None if matches!(call, Call::Close) => {
-                self.end = Some(End::Closed);
-                Ok(())
-            }
-            None => Ok(()),
-        }
-    }
-}
-
 struct Lane {
     sequence: u64,
     team: Option<Team>,
@@ -113,17 +89,8 @@ struct Lane {
 }
 
 impl Group {
-    #[expect(clippy::too_many_arguments, reason = "one place builds groups from their parts")]
-    pub(crate) fn new(
-        mesh: Arc<Mesh>,
-        id: u64,
-        ranks: Vec<u32>,
-        layout: Layout,
-        team: Option<Team>,
-        control: Option<Piece>,
-        timeout: Duration,
-        tuning: Tuning,
-    ) -> Self {
+    pub(crate) fn new(mesh: Arc<Mesh>, id: u64, members: Members, timeout: Duration, tuning: Tuning) -> Self {
+        let Members { ranks, layout, team, control } = members;
         let me = ranks.iter().position(|rank| *rank == mesh.me());
         let tuning = Tuning { inline: tuning.inline.min(INLINE), ..tuning };
         let lane = Lane { sequence: 0, team, control };
@@ -294,15 +261,6 @@ impl Queue for Group {
         }
         self.0.bell.notify_all();
         Ok(ticket)
-    }
-}
-
-impl End {
-    fn story(self) -> Error {
-        match self {
-            End::Closed => Error::invalid("this group was closed; try: make another one of the same ranks"),
-            End::Shutdown => Error::new(Kind::NotInitialized, "the runtime was shut down; try: offbeat.init() first"),
-        }
     }
 }
 

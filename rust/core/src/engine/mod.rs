@@ -1,5 +1,7 @@
 //! One rank's engine: the runtime, the links, the groups and the shared memory. Owns all threads; dropping it ends them.
 
+mod groups;
+
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
@@ -11,8 +13,6 @@ use offbeat_transport::link::Link;
 use offbeat_transport::mesh::{Mesh, Options};
 use offbeat_transport::rendezvous::Store;
 use offbeat_transport::shm::arena::Piece;
-use offbeat_transport::shm::step::Patience;
-use offbeat_transport::shm::team::{self, Team};
 use offbeat_transport::trace::Recorder;
 use offbeat_transport::watchdog::Watch;
 use offbeat_transport::{Interrupt, fork};
@@ -21,12 +21,10 @@ use tokio::runtime::Runtime;
 use crate::algorithm::{Carrier, Description};
 use crate::background::{self, Agreed, Background, Council, Ending, Launch};
 use crate::bucket::{Sizes, Tensor};
-use crate::buffer::{Buffer, Shaped};
-use crate::call::Call;
+use crate::buffer::Shaped;
 use crate::config::Config;
-use crate::dtype::DType;
 use crate::event::guarded;
-use crate::group::{Group, Terms, Work};
+use crate::group::{Group, Members};
 use crate::message;
 use crate::scheduler::{Limits, Scheduler};
 use crate::topology::Layout;
@@ -82,8 +80,9 @@ impl Engine {
         let layout = Layout::new(&ranks, mesh.teams());
         let controls: BTreeMap<u32, usize> =
             ranks.iter().filter_map(|rank| mesh.memory_of(*rank).map(|(_, control)| (*rank, control))).collect();
-        let team = make_team(&mesh, &layout, &ranks, &controls)?;
-        let world = Group::new(Arc::clone(&mesh), 0, ranks, layout, team, None, config.timeout, config.tuning);
+        let team = groups::make_team(&mesh, &layout, &ranks, &controls)?;
+        let members = Members { ranks, layout, team, control: None };
+        let world = Group::new(Arc::clone(&mesh), 0, members, config.timeout, config.tuning);
         let groups = Mutex::new(BTreeMap::from([(0, world.clone())]));
         let council = Mutex::new(Council::new(&mesh, config.tuning.chunk));
         Ok(Engine {
@@ -139,28 +138,6 @@ impl Engine {
     /// The group of all ranks.
     pub fn world(&self) -> &Group {
         &self.world
-    }
-
-    /// Makes a group. Every rank of the world calls this, members or not, with the same ranks.
-    pub fn group(&self, ranks: &[u32], interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
-        self.make_group(ranks, false, &Terms { interrupt, ..Terms::default() })
-    }
-
-    /// The lanes for the training of one model: groups of all ranks, two where buckets cross between hosts. Until the
-    /// scheduler has seen the first round, calls have the time of a first step: ranks may still load and compile. In flat
-    /// ones every rank counts as a host of its own.
-    pub fn lanes(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<Group>> {
-        let several_hosts = self.world.hosts() > 1;
-        (0..if several_hosts { 2 } else { 1 }).map(|_| self.lane(flat, interrupt)).collect()
-    }
-
-    /// One of these: a device keeps the wire busy by itself.
-    pub fn lane(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
-        let ranks: Vec<u32> = (0..self.world_size()).collect();
-        let limit = self.config.first_step_timeout;
-        let group = self.make_group(&ranks, flat, &Terms { interrupt, limit: Some(limit), purpose: None })?;
-        group.set_limit(limit);
-        Ok(group)
     }
 
     /// Starts a scheduler for the tensors of a model on its lanes. `model` is a number for the trace.
@@ -233,85 +210,6 @@ impl Engine {
     pub fn gather_living(&self, value: &[u8], patient: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Agreed> {
         let limit = if patient { self.config.first_step_timeout } else { self.config.timeout };
         guarded(|| self.council().gather(value, limit, interrupt))
-    }
-
-    fn make_group(&self, ranks: &[u32], flat: bool, terms: &Terms<'_>) -> Result<Group> {
-        let mut ranks = ranks.to_vec();
-        ranks.sort_unstable();
-        if ranks.is_empty()
-            || ranks.windows(2).any(|pair| pair[0] == pair[1])
-            || ranks.iter().any(|r| *r >= self.world_size())
-        {
-            return Err(Error::invalid(format!(
-                "a group of {ranks:?} in a world of {}; try: different ranks from 0 to {}",
-                self.world_size(),
-                self.world_size() - 1
-            )));
-        }
-        // on one host both give the same sums, and shared memory is faster
-        let layout = match Layout::new(&ranks, self.mesh.teams()) {
-            layout if flat && layout.hosts.len() > 1 => Layout::flat(&ranks),
-            layout => layout,
-        };
-        // groups are numbered in the order of the calls that make them, also when several threads make some
-        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-        let me = ranks.iter().position(|rank| *rank == self.rank());
-        let control = match me.map(|me| layout.hosts[layout.seat(me).0].len()) {
-            Some(2..) => Some(self.mesh.arena().allocate(team::CONTROL)?),
-            _ => None,
-        };
-        control.iter().for_each(team::prepare);
-        // everyone tells everyone where its control block is, if it has neighbours, and which ranks it means
-        let mut card: Vec<u64> = vec![control.as_ref().map_or(0, Piece::offset) as u64];
-        card.extend(ranks.iter().map(|rank| u64::from(*rank)));
-        let buffer = Buffer::host(card.as_mut_ptr().cast(), card.len(), DType::U64);
-        let tensor = Shaped { buffer, shape: vec![card.len() as u64] };
-        let cards = self.world.run_on(Work { call: Call::AllGather { tensor }, keep: None }, terms)?;
-        let mut controls = BTreeMap::new();
-        for (rank, theirs) in cards.iter().enumerate() {
-            let words: Vec<u64> =
-                theirs.bytes().chunks_exact(8).filter_map(|w| w.try_into().ok().map(u64::from_le_bytes)).collect();
-            match words.split_first() {
-                Some((place, members)) if *members == card[1..] => controls.insert(rank as u32, *place as usize),
-                _ => return Err(self.different_groups(rank as u32, &ranks, words.get(1..).unwrap_or_default())),
-            };
-        }
-        let id = *next;
-        *next += 1;
-        let team = make_team(&self.mesh, &layout, &ranks, &controls)?;
-        let (mesh, timeout, tuning) = (Arc::clone(&self.mesh), self.config.timeout, self.config.tuning);
-        let group = Group::new(mesh, id, ranks, layout, team, control, timeout, tuning);
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(id, group.clone());
-        Ok(group)
-    }
-
-    /// Closes a group: its last call, which every member makes. It ends the group's thread, and gives back its shared
-    /// memory once no neighbour can touch that any more; a group that failed keeps it until the shutdown. Other ranks
-    /// just forget the group. A second call does nothing.
-    pub fn close_group(&self, group: &Group, interrupt: Option<&Interrupt<'_>>) -> Result<()> {
-        if group.is_closed() {
-            return Ok(());
-        }
-        if group.ranks().contains(&self.rank()) {
-            group.run(Work { call: Call::Close, keep: None }, interrupt)?;
-        }
-        self.groups.lock().unwrap_or_else(PoisonError::into_inner).remove(&group.id());
-        Ok(())
-    }
-
-    fn different_groups(&self, rank: u32, mine: &[u32], theirs: &[u64]) -> Error {
-        let roster = self.mesh.roster();
-        Error::of_rank(
-            Kind::Mismatch,
-            rank,
-            &roster.card(rank).host,
-            format!(
-                "{} makes a group of {mine:?} and {} one of {theirs:?}; try: make the same groups in the same order on \
-                 every rank of the world, members or not",
-                roster.card(self.rank()).name(),
-                roster.card(rank).name()
-            ),
-        )
     }
 
     /// Memory that the ranks of this host reduce in without a copy; uninitialised.
@@ -401,27 +299,4 @@ impl Drop for Engine {
             runtime.shutdown_background();
         }
     }
-}
-
-/// The members of a group on this host, if there are several.
-fn make_team(mesh: &Mesh, layout: &Layout, ranks: &[u32], controls: &BTreeMap<u32, usize>) -> Result<Option<Team>> {
-    let Some(me) = ranks.iter().position(|rank| *rank == mesh.me()) else { return Ok(None) };
-    let (host, seat) = layout.seat(me);
-    let members = &layout.hosts[host];
-    if members.len() == 1 {
-        return Ok(None);
-    }
-    let seats = members
-        .iter()
-        .map(|member| {
-            let rank = ranks[*member];
-            let memory = mesh.memory_of(rank).map(|(memory, _)| memory);
-            let memory = memory.ok_or_else(|| Error::io("shared memory", format!("rank {rank} is not attached")))?;
-            Ok((rank, memory, controls.get(&rank).copied().unwrap_or_default()))
-        })
-        .collect::<Result<Vec<_>>>()?;
-    let machine = mesh.roster().card(mesh.me()).machine;
-    let neighbours = (0..mesh.world()).filter(|rank| mesh.roster().card(*rank).machine == machine).count();
-    let cores = std::thread::available_parallelism().map_or(1, usize::from);
-    Ok(Some(Team::new(seat, seats, Patience::new(neighbours, cores))?))
 }
