@@ -1,9 +1,17 @@
 """Offbeat trains PyTorch models data-parallel where the network is the slow part.
 
-import offbeat
+    import offbeat
 
-offbeat.init()  # torchrun's environment; a world of one without it
-optimizer = offbeat.DistributedOptimizer(optimizer, model)
+    offbeat.init()  # torchrun's environment; a world of one without it
+    optimizer = offbeat.DistributedOptimizer(optimizer, model)  # the same object, now trained on all ranks
+
+- training: `DistributedOptimizer`, or `DataParallel` in the shape of torch's DDP; `consolidate` for one model of
+  replicas that differ
+- what is sent, and when: `algorithms`, also by name (`algorithm="bytegrad"`); your own out of `steps` and `codecs`
+- the world: `init`, `shutdown`, `rank`, `world_size`, `local_rank`, `local_size`, `host`
+- collectives: `all_reduce` and others, on all ranks or in a `Group`; a `Handle` with `async_op=True`; `shared_empty`
+  for tensors that need no copy on a host
+- when something is slow or wrong: `stats`, `trace.save`, `errors`, and the command `offbeat doctor`
 """
 
 from . import algorithms, codecs, errors, steps, trace

@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .agreement import reals
 from .errors import InvalidArgument
+from .views import reals
 
 
 class FrozenAdam:

@@ -3,9 +3,14 @@
 import warnings
 from collections.abc import Sequence
 
-from . import counters, runtime
+from torch import Tensor, nn
+
+from . import agreement, counters, runtime
 from .errors import InvalidArgument, NonFinite
 from .steps import Described
+
+# Exchanges after which it can be told whether encoding pays.
+ROUNDS_TO_JUDGE = 20
 
 
 def warn_of_idle_codec(algorithm: str, steps: Sequence[Described]) -> None:
@@ -20,8 +25,31 @@ def warn_of_idle_codec(algorithm: str, steps: Sequence[Described]) -> None:
         )
 
 
+class Advice:
+    """What is said once for each replica."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._algorithm = algorithm
+        # Parameters that got no gradient on this rank, in any round.
+        self.unused: set[str] = set()
+        self._has_judged = False
+
+    def of_unused(self, absent: Sequence[str], step: int) -> None:
+        """Where parameters got no gradient."""
+        if not self.unused:
+            warn_of_unused(absent, step)
+        self.unused.update(absent)
+
+    def of_cost(self, coding: counters.Coding, rounds: int, communication: float) -> None:
+        """Where encoding takes longer than what it saves, when enough was exchanged to tell."""
+        if self._has_judged or rounds < ROUNDS_TO_JUDGE or counters.seconds_saved(coding, communication) >= 0:
+            return
+        self._has_judged = True
+        warn_of_cost(self._algorithm, coding)
+
+
 def warn_of_unused(names: Sequence[str], step: int) -> None:
-    """Where parameters got no gradient."""
+    """Names parameters that got no gradient."""
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     warnings.warn(
         f"{len(names)} parameters got no gradient on rank {runtime.rank()} in step {step}: {shown}. "
@@ -31,7 +59,7 @@ def warn_of_unused(names: Sequence[str], step: int) -> None:
 
 
 def warn_of_cost(algorithm: str, coding: counters.Coding) -> None:
-    """Where encoding takes longer than what it saves."""
+    """Says what encoding has cost."""
     warnings.warn(
         f"{algorithm} has spent {coding['seconds']:.2f} s on encoding and saved {coding['saved'] / 1e6:.1f} MB, which "
         "this network carries in less: try algorithm='allreduce'. This is said once.",
@@ -39,21 +67,28 @@ def warn_of_cost(algorithm: str, coding: counters.Coding) -> None:
     )
 
 
-def of_thawed(name: str) -> InvalidArgument:
+def refuse_thawed(named: Sequence[tuple[str, Tensor]], frozen: Sequence[Tensor]) -> None:
     """Buckets are made anew where a forward in training begins. Without one the gradient of a parameter that was thawed
     would silently stay on this rank."""
-    return InvalidArgument(
-        f"{name} was frozen when buckets were made and has a gradient now, and there was no forward of the wrapped "
-        "model in training mode in between; call model.train() before forward, or wrap it again"
-    )
+    never_trained = {id(tensor) for tensor in frozen}
+    for name, parameter in named:
+        if id(parameter) in never_trained and parameter.requires_grad and parameter.grad is not None:
+            raise InvalidArgument(
+                f"{name} was frozen when buckets were made and has a gradient now, and there was no forward of the "
+                "wrapped model in training mode in between; call model.train() before forward, or wrap it again"
+            )
 
 
-def of_replaced(name: str) -> InvalidArgument:
+def refuse_replaced(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> None:
     """A parameter that is not the model's any more gets no gradient, and nobody would exchange that of the new one."""
-    return InvalidArgument(
-        f"{name} is another parameter of the model than it was when it was wrapped: its gradient would silently stay "
-        "on this rank; replace modules, or load_state_dict(..., assign=True), before wrapping"
-    )
+    present = {id(tensor): agreement.plain(name) for name, tensor in model.named_parameters()}
+    names = set(present.values())
+    for name, tensor in named:
+        if id(tensor) not in present and agreement.plain(name) in names:
+            raise InvalidArgument(
+                f"{name} is another parameter of the model than it was when it was wrapped: its gradient would "
+                "silently stay on this rank; replace modules, or load_state_dict(..., assign=True), before wrapping"
+            )
 
 
 def of_non_finite(algorithm: str, step: int, place: str) -> NonFinite:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, runtime
+from . import _core, runtime, views
 from .errors import Mismatch, Unsupported
 
 # Tensors travel together up to this many bytes; one of ALONE or more is not worth the copy that this takes.
@@ -97,6 +97,11 @@ def compare_model(group: _core.Group, algorithm: object, optimizer: torch.optim.
     compare(group, "parameters", [describe(name, tensor) for name, tensor in named])
 
 
+def compare_buffers(group: _core.Group, named: Named) -> None:
+    """Raises the same `Mismatch` on every rank unless all have the same buffers."""
+    compare(group, "buffers", [describe(name, tensor, buffer=True) for name, tensor in without_wrappers(named)])
+
+
 def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
     """How the lists of the ranks differ from that of rank 0."""
     text = [f"ranks have different {what}:"]
@@ -156,16 +161,6 @@ def hand_out(
         broadcast_optimizer(group, optimizer, source, [tensor for _, tensor in named], carriage)
 
 
-def reals(tensor: Tensor) -> Tensor:
-    """The tensor, as real numbers."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-
-
-def dtype_of(parameter: Tensor) -> str:
-    """The type of the numbers in a parameter."""
-    return str(reals(parameter).dtype).removeprefix("torch.")
-
-
 def contents(tensor: Tensor) -> Tensor:
     """What must be copied to copy the tensor: each place in memory once, in a type that the core can carry."""
     if tensor.layout is not torch.strided:
@@ -173,7 +168,7 @@ def contents(tensor: Tensor) -> Tensor:
             f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be handed to other ranks; try "
             "to_dense(), or keep it out of the model"
         )
-    view = reals(tensor)
+    view = views.reals(tensor)
     for dimension, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if stride == 0 and size > 1:  # expanded
             view = view.narrow(dimension, 0, 1)
@@ -277,7 +272,7 @@ def compare_values(group: _core.Group, named: Named, step: int, *, working: bool
 
 def digest(tensor: Tensor) -> int:
     """A number for a tensor's bytes."""
-    return _core.digest(reals(tensor).contiguous().cpu())
+    return _core.digest(views.reals(tensor).contiguous().cpu())
 
 
 def gather(group: _core.Group, tensor: Tensor) -> list[Tensor]:

@@ -5,16 +5,20 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from . import adam
 from .errors import InvalidArgument
-from .steps import Step
+from .steps import Described, Parameter, Step
 from .syncs import Sync
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What all algorithms are.
+    """The base of all algorithms, and of your own: a frozen dataclass that describes, and computes nothing itself.
+
+    A subclass has a `name` and says in `steps()` what is done with each bucket; `docs/algorithms.md` shows one in about
+    30 lines.
 
     what: "gradients", "weights", "momentum" or "updates" (since the last exchange).
     when: "bucket" (as each bucket becomes ready in backward), "before_forward", "after_step" or "background".
@@ -43,6 +47,42 @@ class Algorithm:
     def take_over(self, _: torch.optim.Optimizer | None, /) -> adam.FrozenAdam | None:
         """What makes the optimizer's step from some point on, if it does not make it itself. Raises if it cannot."""
         return None
+
+
+@dataclass(frozen=True)
+class Description:
+    """An algorithm as the core takes it, for the parameters of one model."""
+
+    warmup: int
+    first: list[Described]
+    steps: list[Described]
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether no step works by host: each rank counts as one of its own then."""
+        by_host = [
+            arguments["hierarchical"] for _, arguments in (*self.first, *self.steps) if "hierarchical" in arguments
+        ]
+        return bool(by_host) and not any(by_host)
+
+
+def describe(
+    algorithm: Algorithm, named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer | None
+) -> Description:
+    """What the core is told of an algorithm. Steps may want to know how the optimizer treats each parameter. Raises if
+    there are no steps."""
+    groups = () if optimizer is None else optimizer.param_groups
+    settings = {id(tensor): group for group in groups for tensor in group["params"]}
+    parameters = [Parameter(name, settings.get(id(tensor), {})) for name, tensor in named]
+    warmup, first = algorithm.warmup()
+    steps = algorithm.steps()
+    if not steps and algorithm.sync() is None:
+        raise InvalidArgument(
+            f'{algorithm} is an algorithm without steps; try: steps() that returns [AllReduce("mean")]'
+        )
+    return Description(
+        warmup, [step.describe(parameters) for step in first], [step.describe(parameters) for step in steps]
+    )
 
 
 def check_warmup(steps: object) -> None:

@@ -174,9 +174,9 @@ class PowerSGD(WarmingUp):
 class TopK(WarmingUp):
     """Averages the largest elements of each gradient; the others are kept on each host and sent when they have grown.
 
-    An element that is sent takes 8 bytes, and goes to every other host. Parameters that are no matrices (biases,
-    scales) are sent whole. Take less momentum than usual (0.5 instead of 0.9, and the learning rate five times higher):
-    what is sent late acts like momentum already.
+    An element that is sent takes 6 bytes, and goes to every other host. Parameters that are no matrices (biases,
+    scales) are sent whole, with 4 bytes an element. Take less momentum than usual (0.5 instead of 0.9, and the learning
+    rate five times higher): what is sent late acts like momentum already.
 
     ratio: the share of the elements that is sent.
     warmup_steps: exchanges in full precision before.
@@ -211,9 +211,13 @@ def named(name: str) -> Algorithm:
     try:
         made = point.load()()
     except Exception as error:
-        raise InvalidArgument(f"the algorithm {name!r} ({point.value}) cannot be made: {error!r}") from error
+        raise InvalidArgument(
+            f"the algorithm {name!r} ({point.value}) cannot be made: {error!r}; try to import and call it"
+        ) from error
     if not isinstance(made, Algorithm):
-        raise InvalidArgument(f"the algorithm {name!r} ({point.value}) is no offbeat.Algorithm: {made!r}")
+        raise InvalidArgument(
+            f"the algorithm {name!r} ({point.value}) is no offbeat.Algorithm: {made!r}; try a subclass of it"
+        )
     return made
 
 

@@ -57,7 +57,7 @@ class AsyncModelAverage(Background):
 
     Use the learning rate of a single rank, or up to √n of it: a rank's step is not averaged with those of others.
 
-    period: seconds from the beginning of a round to that of the next, at least; None rests five times as long as each
+    period: seconds from the beginning of a round to that of the next, at least; None rests seven times as long as each
         round took, and 0 never.
     codec: how differences to the last mean are encoded, e.g. "minmax8".
     warmup_steps: steps with averaged gradients first.

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import _core, agreement, counters, devices, hooks, owners, replica, resuming, runtime
+from . import _core, agreement, counters, devices, hooks, owners, replica, resuming, runtime, views
 from .algorithms import GradientAllReduce
 from .asynchronous import Background
 from .errors import InvalidArgument, Timeout, Unsupported
@@ -43,7 +43,7 @@ class BackgroundReplica:
                 f"check_every={check_every} compares parameters that {algorithm.name} lets differ; leave it out, and "
                 "look at the spread in offbeat.stats()"
             )
-        self.number = next(replica._numbers)
+        self.number = counters.number()
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
         self.takeover = None
         self.world = runtime.world_size()
@@ -82,8 +82,6 @@ class BackgroundReplica:
             self._begin(synchronize=True)
         counters.models[self.number] = counters.weakly(self)
         self._forget_steps = around_steps(optimizer, self)
-
-    # -- the beginning and the end
 
     def _begin(self, *, synchronize: bool) -> None:
         """Makes ranks agree, and prepares the core. The thread starts at the first safe point."""
@@ -147,8 +145,6 @@ class BackgroundReplica:
             self._first = None
             self._begin(synchronize=False)
 
-    # -- safe points
-
     def step_begins(self) -> None:
         """Before the optimizer's step. What is there before the first one is what exchanges begin with: a checkpoint
         of the model may have been loaded after one of the optimizer."""
@@ -168,8 +164,16 @@ class BackgroundReplica:
             return
         snapshots = self._snapshots
         self._clock += 1
-        if snapshots is None or self._paused:
+        if snapshots is None:
             return
+        if not self._paused:
+            self._meet(snapshots)
+        if self.staleness is not None:
+            # others wait for this rank's steps, and not for ever for those that it has no occasion to push
+            snapshots.core.passed(self._clock)
+
+    def _meet(self, snapshots: Snapshots) -> None:
+        """Does what the core asks for, and waits for it where too many steps would be made on top of an exchange."""
         core = snapshots.core
         if not self._started:
             core.start()
@@ -226,8 +230,6 @@ class BackgroundReplica:
         if self._core is not None:
             self._core.resume()
 
-    # -- what an optimizer or a model asks for
-
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Nothing is exchanged in backward anyway, but in a warm-up."""
@@ -249,9 +251,19 @@ class BackgroundReplica:
             self._core.stop()
             self._left = True
 
-    def settle(self) -> None:
-        """Ends what is under way, before somebody else changes the parameters."""
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
+        """Around somebody else's change of the parameters, on all ranks. The round under way is ended before; ranks
+        that are in none let a copy stand for them, or those that are would wait for their snapshots in vain."""
         self.drain()
+        if self._paused or not self._started:
+            yield
+            return
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
 
     def consolidated(self, spread: float) -> None:
         """Replicas were made equal; they had been so far apart."""
@@ -275,7 +287,7 @@ class BackgroundReplica:
             "model": self.number,
             "algorithm": self.algorithm.name,
             "step": self.step,
-            "parameters": sum(hooks.elements(tensor) for _, tensor in self._named),
+            "parameters": sum(views.elements(tensor) for _, tensor in self._named),
             "buckets": 0,
             "bucket_bytes": 0,
             "unused": [],

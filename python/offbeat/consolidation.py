@@ -4,13 +4,14 @@ Ranks may be lost meanwhile. Nothing is changed before all means are there; wher
 those that are left find out whether they all have them, or else compute them again without it and without groups.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from . import _core, agreement, devices, owners, runtime
+from . import _core, agreement, owners, runtime, views
 from .errors import PeerFailed, PeerLost
 
 # Tensors travel in pieces of this many bytes.
@@ -35,9 +36,10 @@ def consolidate(model: nn.Module) -> float:
     parameters = {id(tensor): tensor for tensor in model.parameters()}
     buffers = {id(tensor): tensor for tensor in model.buffers() if id(tensor) not in parameters}
     replicas = owners.owners(parameters.values())
-    for replica in replicas:
-        replica.settle()
-    spread, _ = average(core.world(), list(parameters.values()), list(buffers.values()))
+    with contextlib.ExitStack() as settled:
+        for replica in replicas:
+            settled.enter_context(replica.settled())
+        spread, _ = average(core.world(), list(parameters.values()), list(buffers.values()))
     for replica in replicas:
         replica.consolidated(spread)
     return spread
@@ -94,24 +96,15 @@ def in_group(
     group: _core.Group, parameters: list[Tensor], buffers: list[Tensor]
 ) -> tuple[list[tuple[Tensor, Tensor]], float]:
     """What tensors become, and how far the parameters were apart, by calls in a group of all ranks."""
-    tensors = [*parameters, *buffers]
-    rows = torch.stack(agreement.gather(group, digests(tensors)))
-    changes: list[tuple[Tensor, Tensor]] = []
-    distances = Distances()
-    with torch.no_grad():
-        differ = (rows != rows[0]).any(dim=0).tolist()
-        exact = [contents for _, contents in picked(tensors, differ, is_exact, agreement.contents)]
-        for index, (tensor, differs) in enumerate(zip(tensors, differ, strict=True)):
-            mine = mean = agreement.reals(tensor)
-            if differs and not is_exact(tensor):
-                mean = mine.contiguous().clone()
-                group.all_reduce(mean, "mean", None, False)
-                changes.append((mine, mean))
-            if index < len(parameters):
-                distances.add(mine, mean)
-        copies = [tensor.clone() for tensor in exact]
-        agreement.broadcast_tensors(group, copies, 0, devices.Home())
-        changes += zip(exact, copies, strict=True)
+
+    def combine(piece: Tensor) -> None:
+        if is_exact(piece):
+            group.broadcast(piece, 0, False)
+        else:
+            group.all_reduce(piece, "mean", None, False)
+
+    rows = agreement.gather(group, digests([*parameters, *buffers]))
+    changes, distances = drafted(parameters, buffers, rows, combine)
     furthest = torch.tensor([distances.away], dtype=torch.float64)
     group.all_reduce(furthest, "max", None, False)
     return changes, distances.relative(float(furthest))
@@ -120,38 +113,47 @@ def in_group(
 def among_living(core: _core.Runtime, parameters: list[Tensor], buffers: list[Tensor], step: int) -> Draft:
     """The same without a group, among the ranks that are left: exact buffers are those of the lowest of them. Everyone
     sends its tensors to everyone."""
-    tensors = [*parameters, *buffers]
-    rows = torch.stack(gather(core, digests(tensors)))
-    changes: list[tuple[Tensor, Tensor]] = []
-    distances = Distances()
-    with torch.no_grad():
-        differ = (rows != rows[0]).any(dim=0).tolist()
-        becomes = {id(tensor): value for tensor, value in exchanged(core, tensors, differ)}
-        for index, tensor in enumerate(tensors):
-            value = becomes.get(id(tensor))
-            if value is not None:
-                changes.append((agreement.reals(tensor), value))
-            if index < len(parameters):
-                mine = agreement.reals(tensor)
-                distances.add(mine, mine if value is None else value)
+
+    def combine(piece: Tensor) -> None:
+        values = gather(core, piece)
+        piece.copy_(values[0] if is_exact(piece) else mean_of(values))
+
+    rows = gather(core, digests([*parameters, *buffers]))
+    changes, distances = drafted(parameters, buffers, rows, combine)
     told = torch.stack(gather(core, torch.tensor([distances.away, step], dtype=torch.float64))).amax(dim=0)
     return Draft(changes, distances.relative(float(told[0])), int(told[1]))
 
 
-def exchanged(core: _core.Runtime, tensors: list[Tensor], differ: list[bool]) -> Iterator[tuple[Tensor, Tensor]]:
-    """What those of the tensors become that differ. All of one type travel together, in pieces."""
+def drafted(
+    parameters: list[Tensor], buffers: list[Tensor], rows: list[Tensor], combine: Callable[[Tensor], None]
+) -> tuple[list[tuple[Tensor, Tensor]], "Distances"]:
+    """What tensors become, by the digests that ranks have of them and what makes one of all ranks' pieces, in place."""
+    tensors = [*parameters, *buffers]
+    distances = Distances()
+    with torch.no_grad():
+        differ = (torch.stack(rows) != rows[0]).any(dim=0).tolist()
+        picked = [tensor for tensor, differs in zip(tensors, differ, strict=True) if differs and tensor.numel() > 0]
+        becomes = {id(tensor): (held, value) for tensor, held, value in exchanged(picked, combine)}
+        for tensor in parameters:
+            same = views.reals(tensor)
+            distances.add(*becomes.get(id(tensor), (same, same)))
+    return list(becomes.values()), distances
+
+
+def exchanged(tensors: list[Tensor], combine: Callable[[Tensor], None]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tensors, with a view of what they hold, and what that becomes. All of one type travel together, in pieces: there
+    may be thousands of small ones."""
     by_type: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for tensor, real in picked(tensors, differ, lambda tensor: tensor.numel() > 0, agreement.reals):
-        by_type.setdefault(real.dtype, []).append((tensor, real))
+    for tensor in tensors:
+        contents = agreement.contents(tensor)
+        by_type.setdefault(contents.dtype, []).append((tensor, contents))
     for dtype, of_type in by_type.items():
-        flat = torch.cat([real.reshape(-1) for _, real in of_type])
-        parts = []
+        flat = torch.cat([contents.reshape(-1) for _, contents in of_type])
         for piece in torch.split(flat, PIECE // dtype.itemsize):
-            values = gather(core, piece)
-            parts.append(values[0] if is_exact(piece) else mean_of(values))
-        sizes = [real.numel() for _, real in of_type]
-        for (tensor, real), value in zip(of_type, torch.split(torch.cat(parts), sizes), strict=True):
-            yield tensor, value.view(real.shape)
+            combine(piece)
+        sizes = [contents.numel() for _, contents in of_type]
+        for (tensor, contents), value in zip(of_type, torch.split(flat, sizes), strict=True):
+            yield tensor, contents, value.view(contents.shape)
 
 
 def gather(core: _core.Runtime, tensor: Tensor) -> list[Tensor]:
@@ -194,12 +196,3 @@ def digests(tensors: list[Tensor]) -> Tensor:
 def is_exact(tensor: Tensor) -> bool:
     """Whether it holds no floating-point numbers, of which there would be a mean."""
     return not (tensor.is_floating_point() or tensor.is_complex())
-
-
-def picked(
-    tensors: list[Tensor], differ: list[bool], which: Callable[[Tensor], bool], view: Callable[[Tensor], Tensor]
-) -> list[tuple[Tensor, Tensor]]:
-    """Those that differ, of some kind, each with a view of it."""
-    return [
-        (tensor, view(tensor)) for tensor, differs in zip(tensors, differ, strict=True) if differs and which(tensor)
-    ]

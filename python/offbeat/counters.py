@@ -1,5 +1,6 @@
 """What `offbeat.stats()` gives, and where models add their part."""
 
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import NotRequired, Protocol, TypedDict
@@ -110,6 +111,13 @@ def seconds_saved(done: Coding, communication: float) -> float:
 # Each model puts in a function that gives its part, which any thread may call at any time: it waits for nothing, and
 # keeps nothing alive. It gives None when its model is gone. `shutdown` empties the table.
 models: dict[int, Callable[[], Model | None]] = {}
+
+_numbers = itertools.count()
+
+
+def number() -> int:
+    """A number for a model, or for a part of one with buckets of its own: its name in traces and in `models`."""
+    return next(_numbers)
 
 
 def collect(core: _core.Runtime) -> Stats:

@@ -31,23 +31,26 @@ class PeerFailed(OffbeatError, RuntimeError):
 
 
 class Timeout(OffbeatError, TimeoutError):
-    """Something did not happen in its time, though nobody is known to be lost."""
+    """Something did not happen in its time, though nobody is known to be lost: look for a slow rank, which the message
+    names, or raise `timeout` of `init`."""
 
 
 class Mismatch(OffbeatError, RuntimeError):
-    """Ranks called different things: another order, shape, dtype or op. The message shows the difference."""
+    """Ranks called different things, in another order, or with another shape, dtype or op, or have different
+    models or versions. The message shows the difference."""
 
 
 class BadFrame(OffbeatError, ConnectionError):
-    """Bytes came in that are not ours, or not of this version."""
+    """Bytes came in that are not ours, or not of this version: check that all ranks run the same one."""
 
 
 class Unauthorized(OffbeatError, PermissionError):
-    """The other side did not know the job's token."""
+    """The other side did not know the job's token: check that `OFFBEAT_TOKEN` is the same everywhere."""
 
 
 class NonFinite(OffbeatError, ArithmeticError):
-    """A gradient holds NaN or Inf."""
+    """Gradients or weights that were to be encoded hold NaN or Inf. Raised by `optimizer.step()`, unless a GradScaler
+    skips the step."""
 
 
 class NotInitialized(OffbeatError, RuntimeError):

@@ -6,7 +6,8 @@ exchanged is for the replica to decide (`replica.py`).
 
 from typing import TYPE_CHECKING, Any
 
-from . import _core, devices, hooks, keeping, memory, runtime, trace
+from . import _core, devices, hooks, keeping, memory, runtime, trace, views
+from .algorithm import Algorithm, Description
 from .errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -48,6 +49,23 @@ class Gradients:
             raise InvalidArgument("this wrapper was removed; wrap the model or the optimizer again")
         return self.scheduler
 
+    def start(self, lanes: list[_core.Group], algorithm: Algorithm, described: Description, step: int) -> None:
+        """Starts a scheduler that exchanges them, and goes on from a step."""
+        self.scheduler = runtime.current().scheduler(
+            lanes,
+            self.number,
+            memory.listed(self.named, views.dtype_of_gradient),
+            what=algorithm.what,
+            when=algorithm.when,
+            every=algorithm.every if algorithm.sync() is None else 1,
+            warmup=described.warmup,
+            first=described.first,
+            steps=described.steps,
+            bucket_bytes=self.bucket_bytes,
+            carrier=self.carriage.carrier,
+        )
+        self.scheduler.resume(step)
+
     def begin(self) -> None:
         """Moves into the first buckets of a scheduler, the order of which is not observed yet."""
         self._observing, self._next_order, self._loaded_order = True, None, None
@@ -67,8 +85,6 @@ class Gradients:
         self._slots = []
         self.scheduler, self.carriage = None, devices.Home()
         trace.names.pop(self.number, None)
-
-    # -- buckets
 
     def _adopt(self) -> None:
         """Takes the core's buckets as the place of gradients; what is there moves in."""
@@ -113,8 +129,6 @@ class Gradients:
     def plan(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """(tensor, first element) of what lies in each bucket."""
         return tuple(tuple(slots) for _, slots in self.running().buckets())
-
-    # -- a round
 
     def misses_others(self) -> bool:
         """Whether this round lacks gradients that no round before lacked."""
@@ -162,8 +176,6 @@ class Gradients:
         """Raises if a parameter is of another type than its gradients were."""
         for slot, (_, parameter) in zip(self._slots, self.named, strict=True):
             slot.refuse(parameter)
-
-    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """The order of buckets and what steps keep, by names of parameters."""

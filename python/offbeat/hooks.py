@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from . import views
 from .errors import InvalidArgument, Unsupported
 
 M = TypeVar("M", bound=nn.Module)
@@ -153,7 +154,7 @@ class Slot:
                 f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try "
                 "nn.Embedding(..., sparse=False), or leave the parameter out of this optimizer and exchange it yourself"
             )
-        if (dtype := type_of_gradient(other)) is not self.dtype:
+        if (dtype := views.type_of_gradient(other)) is not self.dtype:
             raise InvalidArgument(
                 f"{self.name} was {self.dtype} when it was wrapped and is {dtype} now; convert the model first, "
                 "then wrap it"
@@ -336,16 +337,6 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def places(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
-    """A view of a bucket in the shape of a parameter, and with its strides where it has no gaps."""
-    piece = flat.narrow(0, offset, elements(parameter))
-    if parameter.is_complex():
-        piece = torch.view_as_complex(piece.view(-1, 2))
-    if is_dense(parameter.shape, parameter.stride()):
-        return piece.as_strided(parameter.shape, parameter.stride())
-    return piece.view(parameter.shape)
-
-
 def before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Callable[[], None]:
     """Has a function called before each step of an optimizer. Gives what takes it away."""
     return optimizer.register_step_pre_hook(hook).remove
@@ -356,39 +347,6 @@ def around_step(
 ) -> list[Callable[[], None]]:
     """Has functions called before and after each step of an optimizer. Gives what takes them away."""
     return [before_step(optimizer, before), optimizer.register_step_post_hook(after).remove]
-
-
-def rows(parameter: Tensor) -> int:
-    """Rows of a parameter as a matrix in memory: its outermost dimension there; 1 if it has but one."""
-    if parameter.dim() < 2 or not parameter.numel():
-        return 1
-    strides = parameter.stride() if is_dense(parameter.shape, parameter.stride()) else range(parameter.dim(), 0, -1)
-    return max(zip(strides, parameter.shape, strict=True))[1]
-
-
-def type_of_gradient(parameter: Tensor) -> torch.dtype:
-    """The parameter's own type, unless torch was told another (`grad_dtype`)."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def dtype_of_gradient(parameter: Tensor) -> str:
-    """The type of the numbers in a parameter's gradient."""
-    return str(type_of_gradient(parameter).to_real()).removeprefix("torch.")
-
-
-def elements(parameter: Tensor) -> int:
-    """Real numbers in a parameter."""
-    return parameter.numel() * (2 if parameter.is_complex() else 1)
-
-
-def is_dense(shape: Sequence[int], strides: Iterable[int]) -> bool:
-    """Whether the elements fill their memory without gaps or overlaps, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def mark(name: str) -> contextlib.AbstractContextManager[object]:

@@ -1,7 +1,7 @@
 """A replica that may differ from the others for a while, because its algorithm exchanges weights."""
 
-import functools
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -59,8 +59,7 @@ class LocalReplica(replica.Replica):
         if sync is None:
             return
         self._averages = bool(self.algorithm.steps()) and several_on_a_host(self.group)
-        number = functools.partial(next, replica._numbers)
-        self.weights = Weights(sync, self.algorithm.name, self.gradients.named, self.bucket_bytes, number)
+        self.weights = Weights(sync, self.algorithm.name, self.gradients.named, self.bucket_bytes)
         self.weights.step = self.step
 
     def remove(self) -> None:
@@ -89,8 +88,6 @@ class LocalReplica(replica.Replica):
             here = self._author
             self.weights.load_state_dict(kept, here, here)
 
-    # -- what happens in a step
-
     def _before_forward(self) -> None:
         if self.weights is not None and self.weights.is_due_before_forward:
             self._turns.take(self, Turn.STEP)
@@ -116,8 +113,6 @@ class LocalReplica(replica.Replica):
             self.weights.step_ended()
             self.step = self.weights.step
 
-    # -- ranks that are lost, ranks with fewer batches, and one model for all
-
     @property
     def has_lost(self) -> bool:
         return self.weights is not None and self.weights.survivors is not None
@@ -125,9 +120,11 @@ class LocalReplica(replica.Replica):
     def lose(self) -> bool:
         return self.weights is not None and self.weights.lose()
 
-    def settle(self) -> None:
+    @contextlib.contextmanager
+    def settled(self) -> Iterator[None]:
         if self.weights is not None:
             self.weights.rest()
+        yield
 
     def follow(self, turn: Turn) -> None:
         if turn is Turn.STEP and self.weights is not None:
@@ -147,8 +144,8 @@ class LocalReplica(replica.Replica):
 
     def _average(self, *, patient: bool = False) -> int:
         parameters, buffers = [tensor for _, tensor in self._named], [tensor for _, tensor in self._buffers()]
-        self.settle()
-        spread, step = consolidation.average(self.group, parameters, buffers, step=self.step, patient=patient)
+        with self.settled():
+            spread, step = consolidation.average(self.group, parameters, buffers, step=self.step, patient=patient)
         self.consolidated(spread)
         return step
 
@@ -158,8 +155,6 @@ class LocalReplica(replica.Replica):
             self.weights.resume()
             if self.weights.sync.restart and not self.has_lost:
                 self.weights.begin()
-
-    # -- state
 
     def stats(self) -> counters.Model:
         stats = super().stats()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from . import _core, agreement, hooks, runtime
+from . import _core, runtime, views
 from .errors import InvalidArgument
 
 
@@ -29,23 +29,23 @@ def shared_empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32)
 
 
 def listed(
-    named: Sequence[tuple[str, Tensor]], dtype_of: Callable[[Tensor], str] = agreement.dtype_of
+    named: Sequence[tuple[str, Tensor]], dtype_of: Callable[[Tensor], str] = views.dtype_of
 ) -> list[tuple[str, int, int, str]]:
     """What a scheduler is told of tensors: name, elements, rows and type of each."""
-    return [(name, hooks.elements(t), hooks.rows(t), dtype_of(t)) for name, t in named]
+    return [(name, views.elements(t), views.rows(t), dtype_of(t)) for name, t in named]
 
 
 def spread(scheduler: _core.Scheduler, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[list[int]]]:
     """Where tensors lie in a scheduler's buckets: a view in the shape of each; and which are in each bucket, in the
     order in which those go out."""
-    views: dict[int, Tensor] = {}
+    found: dict[int, Tensor] = {}
     buckets: list[list[int]] = []
     for memory, slots in scheduler.buckets():
         flat = shown(memory)
         for index, offset in slots:
-            views[index] = hooks.places(flat, tensors[index], offset)
+            found[index] = views.place_in(flat, tensors[index], offset)
         buckets.append([index for index, _ in slots])
-    return [views[index] for index in range(len(tensors))], buckets
+    return [found[index] for index in range(len(tensors))], buckets
 
 
 def shown(memory: object) -> Tensor:

@@ -92,7 +92,9 @@ def _read(path: Path) -> Recording:
         text = gzip.decompress(data) if data.startswith(MAGIC_OF_GZIP) else data
         return timeline.parse(json.loads(text))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read ({error.strerror or error})") from None
+        raise ValueError(
+            f"{path} cannot be read ({error.strerror or error}); give files that trace.save() wrote"
+        ) from None
     except (json.JSONDecodeError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is cut off or no JSON ({error}); save it again") from None
     except ValueError as error:

@@ -15,8 +15,7 @@ from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
 from .errors import InvalidArgument
 from .local_replica import LocalReplica
-from .replica import BucketBytes, Replica
-from .replicas import make
+from .replicas import AnyReplica, make
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -27,7 +26,7 @@ def DistributedOptimizer(  # noqa: N802
     algorithm: algorithms.Algorithm | str = "allreduce",
     *,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    bucket_bytes: BucketBytes = None,
+    bucket_bytes: settings.BucketBytes = None,
     check_every: int | None = None,
 ) -> O:
     """Makes an optimizer train on all ranks, and gives back the very same object. Every rank calls it alike.
@@ -172,7 +171,7 @@ class Wrapping:
 
     def __init__(
         self,
-        replica: Replica,
+        replica: AnyReplica,
         kind: type[torch.optim.Optimizer],
         model: nn.Module,
         named: list[tuple[str, Tensor]] | None,
@@ -197,15 +196,13 @@ class Distributed(torch.optim.Optimizer):
 
     def pause(self) -> None:
         """Leaves the parameters alone until `resume`, e.g. for an evaluation; others exchange without them."""
-        pause = getattr(self._offbeat.replica, "pause", None)
-        if pause is not None:
-            pause()
+        if isinstance(self._offbeat.replica, BackgroundReplica):
+            self._offbeat.replica.pause()
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        resume = getattr(self._offbeat.replica, "resume", None)
-        if resume is not None:
-            resume()
+        if isinstance(self._offbeat.replica, BackgroundReplica):
+            self._offbeat.replica.resume()
 
     def remove(self) -> None:
         """Undoes the wrapping: this is the optimizer that it was."""
@@ -272,7 +269,7 @@ class Counting(torch.optim.Optimizer):
         if found is None or "_step_supports_amp_scaling" in self.__dict__:
             return super().step() if closure is None else super().step(closure)
         if found.item():
-            replica = cast("LocalReplica", self._offbeat.replica)
+            replica = cast("LocalReplica | BackgroundReplica", self._offbeat.replica)
             replica.step_begins()
             replica.step_ended()
             return None

@@ -12,8 +12,8 @@ from .background import BackgroundReplica
 from .errors import InvalidArgument
 from .local_replica import LocalReplica
 from .optimizer import Counting, Wrapping, change_class, refuse_lazy, restore_class
-from .replica import BucketBytes, Options, Replica
-from .replicas import make
+from .replica import Options, Replica
+from .replicas import AnyReplica, make
 
 
 class DataParallel(nn.Module):
@@ -39,7 +39,7 @@ class DataParallel(nn.Module):
         optimizer: torch.optim.Optimizer | None = None,
         algorithm: algorithms.Algorithm | str = "allreduce",
         *,
-        bucket_bytes: BucketBytes = None,
+        bucket_bytes: settings.BucketBytes = None,
         check_every: int | None = None,
         broadcast_buffers: bool = True,
     ) -> None:
@@ -58,10 +58,10 @@ class DataParallel(nn.Module):
         self._replaced = False
         # Whether it is a copy that nobody has trained yet.
         self._asleep = False
-        self._replica: Replica | None = None
+        self._replica: AnyReplica | None = None
         self._wrap()
 
-    def _wrap(self) -> Replica:
+    def _wrap(self) -> AnyReplica:
         """Has gradients averaged from now on. Every rank does so."""
         model, optimizer = self.module, self._options["optimizer"]
         ignored = left_out(model)
@@ -76,7 +76,7 @@ class DataParallel(nn.Module):
             if isinstance(owner.model, DataParallel) and owner.model.module is model:
                 owner.model.remove()
                 owner.model._replaced = True
-        replica: Replica = make(self, named, self._algorithm, **self._options)
+        replica = make(self, named, self._algorithm, **self._options)
         self._replica, self._asleep = replica, False
         if optimizer is not None and isinstance(replica, LocalReplica | BackgroundReplica):
             change_class(optimizer, Counting, Wrapping(replica, type(optimizer), model, None))
@@ -98,14 +98,16 @@ class DataParallel(nn.Module):
         """Around a loop in which ranks have different numbers of batches."""
         return self._awake().join()
 
-    def _awake(self) -> Replica:
+    def _awake(self) -> AnyReplica:
         """The replica, also of a copy. Every rank asks for it alike."""
         return self._wrap() if self._replica is None else self._replica
 
     def _training_begins(self) -> None:
         if self._asleep:
-            # its hooks run from the next forward on
-            self._wrap().forward_begins()
+            replica = self._wrap()
+            # its hooks run from the next forward on; a copy has no optimizer, so it is none of those in the background
+            if isinstance(replica, Replica):
+                replica.forward_begins()
 
     def __getstate__(self) -> dict[str, Any]:
         # Copying is no call that ranks make together: one may save alone, or keep an average of weights.

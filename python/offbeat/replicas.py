@@ -1,6 +1,6 @@
 """Which replica an algorithm needs."""
 
-from typing import Any, Unpack
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -10,8 +10,12 @@ from .background import BackgroundReplica
 from .local_replica import LocalReplica
 from .replica import Options, Replica
 
+AnyReplica = Replica | BackgroundReplica
 
-def make(model: nn.Module, named: list[tuple[str, Tensor]], algorithm: Algorithm, **options: Unpack[Options]) -> Any:  # noqa: ANN401
+
+def make(
+    model: nn.Module, named: list[tuple[str, Tensor]], algorithm: Algorithm, **options: Unpack[Options]
+) -> AnyReplica:
     """A `Replica`, or what can do the same for an algorithm that works in the background."""
     if isinstance(algorithm, Background):
         return BackgroundReplica(model, named, algorithm, **options)

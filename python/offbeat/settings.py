@@ -59,6 +59,7 @@ def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: in
 
 # Small enough that the last bucket, which nothing hides, is soon there; large enough to fill the wire.
 BUCKET_BYTES = 8 << 20
+BucketBytes = int | Literal["auto"] | None
 
 
 def bucket_bytes(value: object, profiled: int | None = None) -> int | Literal["auto"]:

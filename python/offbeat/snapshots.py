@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _core, devices, hooks, memory, runtime
+from . import _core, devices, hooks, memory, runtime, views
 
 
 class Snapshots:
@@ -28,12 +28,12 @@ class Snapshots:
     ) -> None:
         # the objects themselves: users may point them to other memory
         self.parameters, self._device = list(parameters), device
-        counts = [hooks.elements(parameter) for parameter in self.parameters]
+        counts = [views.elements(parameter) for parameter in self.parameters]
         place = None if device is None else (device.index, device.zeros)
         self.core = runtime.current().background(group, counts, method, arguments, period=period, device=place)
         flats = [memory.shown(shown) for shown in self.core.memory()]
         self._snapshots, self._deltas = (
-            [hooks.places(flat, p, place) for p, place in zip(self.parameters, self.core.places, strict=True)]
+            [views.place_in(flat, p, place) for p, place in zip(self.parameters, self.core.places, strict=True)]
             for flat in flats
         )
 

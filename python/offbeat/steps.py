@@ -289,7 +289,9 @@ class Apply(Step):
 
     def __post_init__(self) -> None:
         if not callable(self.function):
-            raise InvalidArgument(f"Apply takes a function of a bucket, not {self.function!r}")
+            raise InvalidArgument(
+                f"Apply takes a function of a bucket, not {self.function!r}; try one that changes bucket.values"
+            )
         if isinstance(self.state, str) or not all(isinstance(name, str) for name in self.state):
             raise InvalidArgument(f"state={self.state!r}; try a list of names, e.g. state=('momentum',)")
 

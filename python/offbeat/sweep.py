@@ -12,21 +12,19 @@ import time
 import weakref
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from . import runtime, settings, tuning
 from .errors import InvalidArgument, Unsupported
+from .gradients import Gradients
 from .objects import broadcast_object
-
-if TYPE_CHECKING:
-    from .replica import Replica
 
 VARIABLE = "OFFBEAT_TUNE"
 
-# The replica that the command's sweep is about: the first one that was made.
-_swept: "weakref.ref[Replica] | None" = None
+# The gradients of the replica that the command's sweep is about: the first one that was made.
+_swept: weakref.ref[Gradients] | None = None
 
 
 @dataclass(frozen=True)
@@ -80,9 +78,9 @@ class Sweep:
                 "size, e.g. bucket_bytes=25 * 2**20"
             )
 
-    def begin(self, replica: "Replica", total: int) -> int:
+    def begin(self, gradients: Gradients, total: int) -> int:
         """Begins, or begins anew with other parameters of `total` bytes. Gives the size of buckets, rank 0's."""
-        request = asked_of(replica) if runtime.rank() == 0 else None
+        request = asked_of(gradients) if runtime.rank() == 0 else None
         self.usual, self._auto, request = broadcast_object((self.usual, self._auto, request))
         self._request, self._file = request, report_file() if request is not None else None
         self._tuner, self._median, self._since, self._plans = None, None, None, {}
@@ -107,38 +105,38 @@ class Sweep:
         """The time until the next end of a round says nothing."""
         self._since = None
 
-    def between_rounds(self, replica: "Replica") -> None:
+    def between_rounds(self, gradients: Gradients) -> None:
         """Before the forward of a round: changes the buckets, if it is time to."""
         tuner = self._tuner
         if tuner is None or self._median is None:
             return
         # the slowest rank counts: all others wait for it
         agreed = torch.tensor([self._median], dtype=torch.float64)
-        replica.group.all_reduce(agreed, "max", None, False)
+        gradients.running().group.all_reduce(agreed, "max", None, False)
         self._median = None
-        self._plans.setdefault(replica.plan(), tuner.size)
+        self._plans.setdefault(gradients.plan(), tuner.size)
         tried, seconds = tuner.size, agreed.item()
         tuner.decide(seconds)
         self._report(event="tried", bytes=tried, seconds=seconds)
         while not tuner.done:
-            replica.rebucket(tuner.size)
-            first = self._plans.setdefault(replica.plan(), tuner.size)
+            gradients.rebucket(tuner.size)
+            first = self._plans.setdefault(gradients.plan(), tuner.size)
             if first == tuner.size:
                 return
             self._report(event="same", bytes=tuner.size, like=first)
             tuner.leave_out()
         self._tuner = None
-        self._end(tuner, replica)
+        self._end(tuner, gradients)
 
-    def _end(self, tuner: tuning.Tuner, replica: "Replica") -> None:
+    def _end(self, tuner: tuning.Tuner, gradients: Gradients) -> None:
         if self._request is not None:
             measured = sorted(tuner.results.items())
             self._report(event="end", best=tuner.best, preferred=tuner.sizes[0], measured=measured)
             # all ranks are here: each leaves the world in good order when its interpreter exits
             raise SystemExit(0)
         self._auto, self.usual = False, tuner.best
-        if replica.bucket_bytes != tuner.best:
-            replica.rebucket(tuner.best)
+        if gradients.bucket_bytes != tuner.best:
+            gradients.rebucket(tuner.best)
         if runtime.rank() == 0:
             others = ", ".join(f"{tuning.size_text(s)} {1e3 * t:.3g} ms" for s, t in sorted(tuner.results.items()))
             inform(f'bucket_bytes="auto" keeps buckets of {tuning.size_text(tuner.best)} (steps took: {others})')
@@ -150,14 +148,14 @@ class Sweep:
                 file.write(json.dumps(event) + "\n")
 
 
-def asked_of(replica: "Replica") -> Request | None:
+def asked_of(gradients: Gradients) -> Request | None:
     """What the command asks for, if this replica is the one that its sweep is about."""
     global _swept
     path = os.environ.get(VARIABLE)
     other = None if _swept is None else _swept()
-    if not path or (other not in (None, replica) and other.is_running):
+    if not path or (other not in (None, gradients) and other.scheduler is not None):
         return None
-    _swept = weakref.ref(replica)
+    _swept = weakref.ref(gradients)
     return Request.read(Path(path))
 
 

@@ -37,7 +37,10 @@ class Sync:
         if self.when not in ("after_step", "before_forward"):
             raise InvalidArgument(f'when={self.when!r}; weights are exchanged "after_step" or "before_forward"')
         if self.when == "before_forward" and (self.fragments, self.overlap) != (1, 0):
-            raise InvalidArgument('fragments and overlap are for when="after_step"')
+            raise InvalidArgument(
+                f'fragments={self.fragments}, overlap={self.overlap} with when="before_forward", which exchanges all '
+                'weights at once; try when="after_step"'
+            )
 
     @property
     def interval(self) -> int:

@@ -13,7 +13,7 @@ from pathlib import Path
 from . import _core, files, runtime
 from .timeline import Recording, Span
 
-__all__ = ["clear", "names", "save"]
+__all__ = ["clear", "save"]
 
 # Labels of the buckets of each model, by its number, for the names of tracks.
 names: dict[int, list[str]] = {}

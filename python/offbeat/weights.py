@@ -4,13 +4,13 @@ What an exchange does is in the core, when it is due in `syncs.py`. Parameters a
 training goes on with them while an exchange is under way. Where gossip has lost a rank, `survivors.py` takes over.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import devices, hooks, keeping, memory, runtime, trace
+from . import counters, devices, hooks, keeping, memory, runtime, trace, views
 from .errors import NonFinite, PeerFailed, PeerLost
 from .steps import Parameter
 from .survivors import Survivors
@@ -99,7 +99,7 @@ class Fragment:
 
 def piece_of(parameter: Tensor, piece: Piece) -> Tensor:
     """The elements of a parameter that a piece names: itself, or a view of some of them."""
-    if piece.last - piece.first == hooks.elements(parameter):
+    if piece.last - piece.first == views.elements(parameter):
         return parameter
     return parameter.detach().view(-1)[piece.first : piece.last]
 
@@ -117,7 +117,7 @@ class Weights:
     from the next exchange on those that are left meet without groups. They need not notice in the same step.
     """
 
-    def __init__(self, sync: Sync, algorithm: str, named: Named, bucket_bytes: int, number: Callable[[], int]) -> None:
+    def __init__(self, sync: Sync, algorithm: str, named: Named, bucket_bytes: int) -> None:
         self.sync, self.algorithm = sync, algorithm
         # Steps of the optimizer, also those that a GradScaler skipped; exchanges that have been applied.
         self.step = self.syncs = 0
@@ -131,10 +131,10 @@ class Weights:
         self._next = 0
         self._past: tuple[float, float] = (0.0, 0.0)
         self._coded: list[Coded] = []
-        sizes = [hooks.elements(parameter) for _, parameter in named]
+        sizes = [views.elements(parameter) for _, parameter in named]
         cut = [sync.cuts and parameter.is_contiguous() and not parameter.is_complex() for _, parameter in named]
         parts = divide(sizes, sync.fragments, cut=cut)
-        self.fragments = [Fragment(number(), named, part, sync, bucket_bytes) for part in parts]
+        self.fragments = [Fragment(counters.number(), named, part, sync, bucket_bytes) for part in parts]
         self.begin()
 
     def begin(self) -> None:
@@ -152,8 +152,6 @@ class Weights:
     def is_before_forward(self) -> bool:
         """Whether exchanges begin before forward, and not after a step."""
         return self.sync.when == "before_forward"
-
-    # -- what happens in a step
 
     @property
     def is_due_before_forward(self) -> bool:
@@ -220,8 +218,6 @@ class Weights:
                 if not self.lose():
                     raise
 
-    # -- when ranks are lost
-
     def lose(self) -> bool:
         """Goes on with those that are left, from the next exchange on; False if this algorithm cannot. The core tells
         the user who is lost."""
@@ -245,8 +241,6 @@ class Weights:
         """It comes back."""
         if self.survivors is not None:
             self.survivors.resume()
-
-    # -- state
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, by names of parameters. An exchange under way is waited for, and its result saved: the

@@ -100,7 +100,28 @@ def descriptors(target=""):
     return found
 
 
-# -- training: small models, data that every rank can make for every other, and what should come out
+# The environment that makes ranks of one host use either kind of link.
+LINKS = {"shared memory": {}, "tcp": {"OFFBEAT_SHM": "0"}}
+
+# Where the ranks of a job are, for `place`.
+PLACES = {"one host": {}, "own hosts": lambda rank: {"OFFBEAT_HOST": f"h{rank}"}}
+MIXED = PLACES | {"two on one host": lambda rank: {"OFFBEAT_HOST": f"h{rank // 2}"}}
+
+
+def place(ranks, where, script, world, **options):
+    """Starts the ranks of a job on hosts of this kind."""
+    per_rank = MIXED[where]
+    if per_rank:
+        options["per_rank"] = per_rank
+    return ranks(script, world, **options)
+
+
+def survivors(job, *lost):
+    """The ranks of a job but those that are lost."""
+    return [rank for rank in job.ranks if rank.rank not in lost]
+
+
+# Of training: small models, data that every rank can make for every other, and what should come out.
 
 CNN, TRANSFORMER = "cnn", "transformer"
 
@@ -166,6 +187,29 @@ def train(model, optimizer, kind, steps, rank=None):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def wrap(wraps, model, optimizer, **options):
+    """Wraps by one of both names; gives what is called in forward then."""
+    if wraps == "DataParallel":
+        return offbeat.DataParallel(model, **options)
+    offbeat.DistributedOptimizer(optimizer, model, **options)
+    return model
+
+
+def train_scaled(model, optimizer, scheduler, scaler, step):
+    """A step with a GradScaler, clipping every other time; the gradients of rank 1 overflow in step 4."""
+    optimizer.zero_grad()
+    loss = loss_of(model, make_batch("mlp", offbeat.rank(), step))
+    if step == 4 and offbeat.rank() == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    if step % 2:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()
 
 
 def simulate(model, optimizer, kind, steps, layout):

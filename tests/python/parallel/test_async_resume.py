@@ -26,12 +26,12 @@ def test_resuming_changes_no_bit(ranks, name, options):
         import sys
 
         import torch
-        from support import digest, loss_of, make_batch, make_model, tell
+        from support import digest, make_model, tell, train
 
         import offbeat
 
         offbeat.init(timeout=20.0)
-        me, options = offbeat.rank(), json.loads(sys.argv[2])
+        options = json.loads(sys.argv[2])
 
         def begin(seed):
             model = make_model("mlp", seed)
@@ -41,29 +41,23 @@ def test_resuming_changes_no_bit(ranks, name, options):
             optimizer._offbeat.replica.staleness = 0
             return model, optimizer
 
-        def train(model, optimizer, steps):
-            for step in steps:
-                optimizer.zero_grad()
-                loss_of(model, make_batch("mlp", me, step)).backward()
-                optimizer.step()
-
         def end(optimizer):
             # nobody leaves while others still need it for a step
             offbeat.barrier()
             optimizer.remove()
 
         model, optimizer = begin(0)
-        train(model, optimizer, range(12))
+        train(model, optimizer, "mlp", range(12))
         wanted, counted = digest(model), offbeat.stats()["models"][0]["background"]
         end(optimizer)
         for stop in (0, 1, 6):
             model, optimizer = begin(0)
-            train(model, optimizer, range(stop))
+            train(model, optimizer, "mlp", range(stop))
             file = io.BytesIO()
             torch.save({"optimizer": optimizer.state_dict(), "model": model.state_dict()}, file)
             file.seek(0)
             # what happens after it was saved is not in it
-            train(model, optimizer, range(50, 50 + 3))
+            train(model, optimizer, "mlp", range(50, 50 + 3))
             end(optimizer)
             model, optimizer = begin(1)
             saved = torch.load(file, weights_only=True)
@@ -77,7 +71,7 @@ def test_resuming_changes_no_bit(ranks, name, options):
                 for label, values in entries.items()
                 if stop
             ), "what was loaded is what would be saved"
-            train(model, optimizer, range(stop, 12))
+            train(model, optimizer, "mlp", range(stop, 12))
             assert digest(model) == wanted, f"resumed at {stop} it is another"
             stats = offbeat.stats()["models"][0]
             assert stats["step"] == 12
@@ -86,12 +80,12 @@ def test_resuming_changes_no_bit(ranks, name, options):
             end(optimizer)
         # and back in the middle of training
         model, optimizer = begin(0)
-        train(model, optimizer, range(40, 43))
+        train(model, optimizer, "mlp", range(40, 43))
         file.seek(0)
         saved = torch.load(file, weights_only=True)
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
-        train(model, optimizer, range(6, 12))
+        train(model, optimizer, "mlp", range(6, 12))
         tell(same=digest(model) == wanted, labels=sorted(saved["optimizer"]["offbeat"]["kept"].get("0.weight", {})))
         end(optimizer)
         offbeat.shutdown()
@@ -192,12 +186,12 @@ def test_another_world_or_algorithm_says_what_begins_anew(ranks, tmp_path, name,
         from pathlib import Path
 
         import torch
-        from support import loss_of, make_batch, make_model, tell
+        from support import make_model, tell, train
 
         import offbeat
 
         offbeat.init(timeout=20.0)
-        me, options, path = offbeat.rank(), json.loads(sys.argv[2]), Path(sys.argv[3]) / f"{offbeat.rank()}.pt"
+        options, path = json.loads(sys.argv[2]), Path(sys.argv[3]) / f"{offbeat.rank()}.pt"
 
         def begin(algorithm):
             model = make_model("mlp")
@@ -207,16 +201,10 @@ def test_another_world_or_algorithm_says_what_begins_anew(ranks, tmp_path, name,
             optimizer._offbeat.replica.staleness = 0
             return model, optimizer
 
-        def train(model, optimizer, steps):
-            for step in steps:
-                optimizer.zero_grad()
-                loss_of(model, make_batch("mlp", me, step)).backward()
-                optimizer.step()
-
         algorithm = getattr(offbeat.algorithms, sys.argv[1])(**options)
         if offbeat.world_size() == 3:
             model, optimizer = begin(algorithm)
-            train(model, optimizer, range(9))
+            train(model, optimizer, "mlp", range(9))
             torch.save([model.state_dict(), optimizer.state_dict()], path)
             offbeat.barrier()
         else:
@@ -228,7 +216,7 @@ def test_another_world_or_algorithm_says_what_begins_anew(ranks, tmp_path, name,
                     model.load_state_dict(of_model)
                     optimizer.load_state_dict(of_optimizer)
                 before = offbeat.stats()["models"][0]["syncs"]
-                train(model, optimizer, range(8))
+                train(model, optimizer, "mlp", range(8))
                 stats = offbeat.stats()["models"][0]
                 finite = all(bool(p.isfinite().all()) for p in model.parameters())
                 told = [str(each.message) for each in caught]

@@ -9,7 +9,7 @@ def test_one_rank_overflows_and_all_count_the_step(ranks):
 
     def script():
         import torch
-        from support import loss_of, make_batch, make_model, tell
+        from support import make_model, tell, train_scaled
 
         import offbeat
         from offbeat.algorithms import AsyncGossip, AsyncModelAverage, AsyncServer
@@ -29,17 +29,7 @@ def test_one_rank_overflows_and_all_count_the_step(ranks):
             replica.staleness = 0
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
             for step in range(9):
-                optimizer.zero_grad()
-                loss = loss_of(model, make_batch("mlp", offbeat.rank(), step))
-                if step == 4 and offbeat.rank() == 1:
-                    loss = loss * float("inf")
-                scaler.scale(loss).backward()
-                if step % 2:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
+                train_scaled(model, optimizer, scheduler, scaler, step)
             stats = offbeat.stats()["models"][0]
             tell(
                 step=stats["step"],
@@ -173,3 +163,67 @@ def test_ranks_that_end_at_different_times_begin_again_together(ranks, name):
         assert first["syncs"] >= least, (first, second)
         assert second["syncs"] >= first["syncs"] + least, (first, second)
         assert first["living"] <= 3 - (rank.rank == 2), (first, second)
+
+
+@pytest.mark.parametrize("name", ["AsyncServer(staleness=1)", "AsyncServer(staleness=3, codec='int4')"])
+def test_ranks_with_the_same_steps_end_their_loops_together(ranks, name):
+    """Whoever pushed last: who has made all its steps and is in a call already holds nobody up in the last of them."""
+
+    def script():
+        import sys
+        import time
+
+        from support import make_model, make_optimizer, tell, train
+
+        import offbeat
+
+        offbeat.init(timeout=10.0)
+        model = make_model("mlp")
+        algorithm = eval(sys.argv[1], vars(offbeat.algorithms))
+        optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", model), model, algorithm)
+        longest = 0.0
+        for epoch in range(20):
+            began = time.monotonic()
+            train(model, optimizer, "mlp", range(7 * epoch, 7 * epoch + 7))
+            offbeat.barrier()
+            longest = max(longest, time.monotonic() - began)
+        tell(longest=longest)
+        offbeat.shutdown()
+
+    for rank in ranks(script, 4, args=[name], per_rank=lambda rank: {"OFFBEAT_HOST": "abaa"[rank]}).ranks:
+        (facts,) = told(rank)
+        assert facts["longest"] < 5.0, facts
+
+
+@pytest.mark.parametrize("name", ["AsyncModelAverage(period=0.0)", "AsyncGossip()", "AsyncServer(staleness=2)"])
+def test_consolidating_ends_rounds_that_some_ranks_are_in(ranks, name):
+    """Ranks that were asked for no snapshot in their last step give one now; nobody waits in vain for it."""
+
+    def script():
+        import sys
+        import time
+
+        from support import make_model, make_optimizer, same_everywhere, tell, train
+
+        import offbeat
+
+        offbeat.init(timeout=20.0)
+        model = make_model("mlp")
+        algorithm = eval(sys.argv[1], vars(offbeat.algorithms))
+        optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", model), model, algorithm)
+        seconds = []
+        for epoch in range(6):
+            train(model, optimizer, "mlp", range(10 * epoch, 10 * epoch + 10))
+            offbeat.barrier()
+            began = time.monotonic()
+            offbeat.consolidate(model)
+            seconds.append(time.monotonic() - began)
+            assert same_everywhere(*model.parameters())
+        tell(longest=max(seconds), syncs=offbeat.stats()["models"][0]["syncs"])
+        offbeat.shutdown()
+
+    for rank in ranks(script, 3, args=[name], per_rank=lambda rank: {"OFFBEAT_HOST": "abc"[rank]}).ranks:
+        (facts,) = told(rank)
+        # a round that cannot be ended would be waited for for 5 s
+        assert facts["longest"] < 4.0, facts
+        assert facts["syncs"] > 0, facts

@@ -71,7 +71,7 @@ def counted():
         optimizer, step = make_small(algorithm)
         for _ in range(3):
             step()
-        assert len(optimizer._offbeat.replica.plan()) == 1, "ten tensors in one bucket"
+        assert len(optimizer._offbeat.replica.gradients.plan()) == 1, "ten tensors in one bucket"
         before = double.counts()
         for _ in range(10):
             step()

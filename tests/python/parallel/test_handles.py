@@ -1,11 +1,10 @@
 """Work under way: handles that are waited for, asked, dropped, and shared by threads."""
 
 import pytest
+from support import LINKS
 
-PLACES = {"shared memory": {}, "tcp": {"OFFBEAT_SHM": "0"}}
 
-
-@pytest.mark.parametrize("env", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("env", LINKS.values(), ids=LINKS)
 def test_every_collective_as_a_handle(ranks, env):
     def script():
         import gc
@@ -122,7 +121,7 @@ def test_a_failed_handle_raises_each_time_it_is_asked(ranks):
     ranks(script, 2)
 
 
-@pytest.mark.parametrize("env", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("env", LINKS.values(), ids=LINKS)
 def test_threads_with_groups_of_their_own(ranks, env):
     def script():
         import threading

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support import LINKS
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -168,7 +169,7 @@ print("right\\n", end="")
     assert result.stdout.count("right\n") == 2
 
 
-@pytest.mark.parametrize("env", [{}, {"OFFBEAT_SHM": "0"}], ids=["shared memory", "tcp"])
+@pytest.mark.parametrize("env", LINKS.values(), ids=LINKS)
 def test_closed_groups_end(ranks, env):
     """A job that makes groups again and again does not grow."""
 

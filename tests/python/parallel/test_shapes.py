@@ -1,11 +1,10 @@
 """Tensors as users have them: empty, strided, expanded, tracked by autograd, and those that are refused."""
 
 import pytest
+from support import LINKS
 
-PLACES = {"shared memory": {}, "tcp": {"OFFBEAT_SHM": "0"}}
 
-
-@pytest.mark.parametrize("env", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize("env", LINKS.values(), ids=LINKS)
 def test_any_layout_gives_the_right_sum(ranks, env):
     def script():
         import functools

@@ -319,7 +319,7 @@ def test_drift_is_found_and_named(ranks):
         import sys
 
         import torch
-        from support import make_model, make_optimizer, tell, train
+        from support import make_model, make_optimizer, tell, train, wrap
 
         import offbeat
 
@@ -327,11 +327,7 @@ def test_drift_is_found_and_named(ranks):
         wraps = sys.argv[1]
         model = make_model("cnn")
         optimizer = make_optimizer("sgd", model)
-        wrapped = model
-        if wraps == "DataParallel":
-            wrapped = offbeat.DataParallel(model, check_every=3)
-        else:
-            offbeat.DistributedOptimizer(optimizer, model, check_every=3)
+        wrapped = wrap(wraps, model, optimizer, check_every=3)
         for step in range(12):
             try:
                 train(wrapped, optimizer, "cnn", [step])

@@ -154,7 +154,7 @@ def test_double_and_partial_backwards(ranks):
         import dataclasses
 
         import torch
-        from support import bits, check_gradients, loss_of, make_batch, make_model, make_optimizer, mean_gradients
+        from support import bits, check_gradients, loss_of, make_batch, make_model, make_optimizer, mean_gradients, wrap
         from torch import nn
 
         import offbeat
@@ -214,11 +214,7 @@ def test_double_and_partial_backwards(ranks):
         for wraps in ("DistributedOptimizer", "DataParallel"):
             model = Nested()
             optimizer = make_optimizer("sgd", model)
-            called = model
-            if wraps == "DataParallel":
-                called = offbeat.DataParallel(model, bucket_bytes=64)
-            else:
-                offbeat.DistributedOptimizer(optimizer, model, bucket_bytes=64)
+            called = wrap(wraps, model, optimizer, bucket_bytes=64)
             outer = nn.ModuleDict({"model": called, "own": nn.Linear(4, 2)})
             for step, shape in enumerate(("tuple", "dict", "dataclass") * 2):
                 inputs = [make_batch("mlp", rank, step)[0] for rank in range(2)]

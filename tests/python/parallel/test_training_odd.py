@@ -8,7 +8,7 @@ def test_tensors_of_odd_kinds(ranks):
 
     def script():
         import torch
-        from support import make_model, make_optimizer, same_everywhere, tell, train
+        from support import make_model, make_optimizer, same_everywhere, tell, train, wrap
         from torch import nn
 
         import offbeat
@@ -53,10 +53,7 @@ def test_tensors_of_odd_kinds(ranks):
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
                 kind = message = value = None
                 try:
-                    if wraps == "DataParallel":
-                        offbeat.DataParallel(model)
-                    else:
-                        offbeat.DistributedOptimizer(optimizer, model)
+                    wrap(wraps, model, optimizer)
                     value = model.odd.to(torch.complex64).abs().tolist()
                 except OffbeatError as error:
                     kind, message = type(error).__name__, str(error)
@@ -87,7 +84,7 @@ def test_a_model_converted_after_wrapping(ranks):
 
     def script():
         import torch
-        from support import make_model, make_optimizer, same_everywhere, tell, train
+        from support import make_model, make_optimizer, same_everywhere, tell, train, wrap
 
         import offbeat
         from offbeat.errors import OffbeatError
@@ -98,11 +95,7 @@ def test_a_model_converted_after_wrapping(ranks):
             for steps in (0, 3):
                 model = make_model("mlp")
                 optimizer = make_optimizer("sgd", model)
-                wrapped = model
-                if wraps == "DataParallel":
-                    wrapped = offbeat.DataParallel(model)
-                else:
-                    offbeat.DistributedOptimizer(optimizer, model)
+                wrapped = wrap(wraps, model, optimizer)
                 train(wrapped, optimizer, "mlp", range(steps))
                 model.double()
                 kind, equal = None, False

@@ -262,6 +262,7 @@ def test_a_wrapped_model_can_be_saved_whole(ranks):
             make_model,
             make_optimizer,
             train,
+            wrap,
         )
 
         import offbeat
@@ -271,11 +272,7 @@ def test_a_wrapped_model_can_be_saved_whole(ranks):
         for wraps in ("DistributedOptimizer", "DataParallel"):
             model = make_model("cnn")
             optimizer = make_optimizer("sgd", model)
-            wrapped = model
-            if wraps == "DataParallel":
-                wrapped = offbeat.DataParallel(model)
-            else:
-                offbeat.DistributedOptimizer(optimizer, model)
+            wrapped = wrap(wraps, model, optimizer)
             train(wrapped, optimizer, "cnn", range(3))
             if me == 0:
                 file = io.BytesIO()

@@ -209,3 +209,44 @@ def test_decentralized_is_its_formula(ranks, peers):
         spread = next(fact for fact in facts if "spread" in fact)
         assert spread["again"] == spread["told"] == 0, facts
         assert spread["spread"] < (1e-6 if peers in ("all", "exponential", "shift_one") else 0.5), facts
+
+
+def test_one_model_is_agreed_on_whatever_it_holds(ranks):
+    """Floating-point numbers of any kind become their mean, all else rank 0's, and what is equal keeps its bits."""
+
+    def script():
+        import torch
+        from torch import nn
+
+        import offbeat
+
+        offbeat.init()
+        rank, world = offbeat.rank(), offbeat.world_size()
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                kinds = torch.float64, torch.bfloat16, torch.complex64
+                self.kinds = nn.ParameterList([torch.full((3, 2), 1 + rank, dtype=kind) for kind in kinds])
+                self.small = nn.ParameterList([torch.full((2,), float(at + rank)) for at in range(300)])
+                self.turned = nn.Parameter((torch.arange(6.0).view(2, 3) * (1 + rank)).t())
+                self.same = nn.Parameter(torch.tensor([0.1, -0.0]))
+                self.empty = nn.Parameter(torch.empty(0, 4))
+                self.register_buffer("steps", torch.tensor(7 + rank))
+                self.register_buffer("mask", torch.tensor([rank == 0, rank > 0]))
+                self.register_buffer("wide", torch.tensor([[1 + rank]]).expand(5, 4))
+
+        model = Model()
+        assert offbeat.consolidate(model) > 0
+        middle = (world - 1) / 2
+        for parameter in model.kinds:
+            assert (parameter == 1 + middle).all(), parameter
+        for at, parameter in enumerate(model.small):
+            assert (parameter == at + middle).all(), (at, parameter)
+        assert torch.equal(model.turned, (torch.arange(6.0).view(2, 3) * (1 + middle)).t()), model.turned
+        assert torch.equal(model.same.view(torch.int32), torch.tensor([0.1, -0.0]).view(torch.int32))
+        assert (int(model.steps), model.mask.tolist()) == (7, [True, False])
+        assert (model.wide == 1).all()
+        offbeat.shutdown()
+
+    ranks(script, 3, per_rank=apart)

@@ -73,7 +73,7 @@ def test_one_rank_overflows_and_all_count_the_step(ranks):
 
     def script():
         import torch
-        from support import loss_of, make_batch, make_model, tell
+        from support import loss_of, make_batch, make_model, tell, train_scaled
 
         import offbeat
         from offbeat.algorithms import Decentralized, LocalSGD, LowPrecisionDecentralized
@@ -90,17 +90,7 @@ def test_one_rank_overflows_and_all_count_the_step(ranks):
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
             plain = make_model("mlp")
             for step in range(9):
-                optimizer.zero_grad()
-                loss = loss_of(model, make_batch("mlp", offbeat.rank(), step))
-                if step == 4 and offbeat.rank() == 1:
-                    loss = loss * float("inf")
-                scaler.scale(loss).backward()
-                if step % 2:
-                    scaler.unscale_(optimizer)
-                    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                scaler.step(optimizer)
-                scaler.update()
-                scheduler.step()
+                train_scaled(model, optimizer, scheduler, scaler, step)
                 if step == 0 and algorithm.name == "local_sgd":
                     # a step of its own, so far: what plain torch does
                     loss_of(plain, make_batch("mlp", offbeat.rank(), step)).backward()
