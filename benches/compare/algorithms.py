@@ -48,7 +48,8 @@ def low_rank(rank: int) -> Bytes:
 
 
 def selected(ratio: float) -> Bytes:
-    """Everybody sends everybody its values with their indices: some of each matrix, and all of what is no matrix."""
+    """Everybody sends everybody its values with their indices: some of each matrix, and all of what is no matrix. Ours
+    sends two bytes for an index, and none for what is whole, so it can come below."""
 
     def sent(model: Model, hosts: int) -> float:
         weights, biases = model.layers * model.width**2, model.layers * model.width
