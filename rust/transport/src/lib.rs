@@ -32,6 +32,7 @@ pub mod shm;
 mod socket;
 mod tcp;
 pub mod trace;
+mod turns;
 pub mod watchdog;
 
 pub use error::{Error, Kind, Result};

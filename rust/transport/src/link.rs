@@ -18,6 +18,7 @@ use crate::pool::Pool;
 use crate::roster::Roster;
 use crate::socket::{Socket, mouthful};
 use crate::trace::{self, Recorder, Span, What};
+use crate::turns::{Speaker, Turns};
 
 /// What the tasks of all links share.
 pub(crate) struct Hub {
@@ -25,11 +26,19 @@ pub(crate) struct Hub {
     pub(crate) board: Switchboard,
     pub(crate) pool: Pool,
     pub(crate) trace: Arc<Recorder>,
+    /// Where there are many peers to write to.
+    pub(crate) turns: Option<Turns>,
 }
 
 impl Hub {
-    pub(crate) fn new(roster: Roster) -> Self {
-        Hub { roster, board: Switchboard::default(), pool: Pool::default(), trace: Arc::default() }
+    pub(crate) fn new(roster: Roster, other_hosts: usize) -> Self {
+        Hub {
+            roster,
+            board: Switchboard::default(),
+            pool: Pool::default(),
+            trace: Arc::default(),
+            turns: Turns::among(other_hosts),
+        }
     }
 }
 
@@ -102,14 +111,14 @@ impl Link {
         let mut link = Link::new(kind, why);
         let streams = sockets.len();
         for (number, socket) in sockets.into_iter().enumerate() {
-            socket.limit_unacknowledged(streams);
+            socket.limit_unacknowledged(streams, hub.turns.is_some());
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();
             }
             let (queue, frames) = mpsc::unbounded_channel();
             let socket = Arc::new(socket);
             link.queues.push(queue);
-            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, Arc::clone(hub), peer)));
+            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, Arc::clone(hub), peer, streams)));
             hub.roster.stream_opened(peer);
             runtime.spawn(read_stream(socket, Arc::clone(hub), peer, number, Arc::clone(&link.received)));
         }
@@ -149,8 +158,15 @@ impl Link {
     }
 }
 
-async fn write_stream(socket: Arc<Socket>, mut frames: UnboundedReceiver<Outgoing>, hub: Arc<Hub>, peer: u32) {
-    if let Err(error) = write_frames(&socket, &mut frames, peer, &hub.trace).await {
+async fn write_stream(
+    socket: Arc<Socket>,
+    mut frames: UnboundedReceiver<Outgoing>,
+    hub: Arc<Hub>,
+    peer: u32,
+    streams: usize,
+) {
+    let speaker = Speaker::new(hub.turns.as_ref(), streams);
+    if let Err(error) = write_frames(&socket, &mut frames, speaker, peer, &hub.trace).await {
         log::debug!("writing to rank {peer}: {error}");
     }
 }

@@ -13,6 +13,7 @@ use crate::frame::{HEADER, Header};
 use crate::pool::Block;
 use crate::socket::Socket;
 use crate::trace::{self, Recorder, Span, What};
+use crate::turns::Speaker;
 use crate::watchdog::Watch;
 use crate::{Result, SLICE};
 
@@ -166,17 +167,19 @@ impl Drop for Sends {
 pub(crate) async fn write_frames(
     socket: &Socket,
     queue: &mut UnboundedReceiver<Outgoing>,
+    mut speaker: Speaker<'_>,
     peer: u32,
     trace: &Recorder,
 ) -> io::Result<()> {
-    while let Some(Outgoing { mut header, payload }) = queue.recv().await {
+    while let Some(Outgoing { mut header, payload }) = speaker.next(queue).await {
+        speaker.ask(payload.len(), socket).await;
         header.length = payload.len() as u32;
         let head = header.encode();
         let total = HEADER + payload.len();
         let begin = (payload.len() >= trace::LEAST_PAYLOAD).then(trace::now);
         let mut done = 0;
         while done < total {
-            done += write_rest(socket, &head, &payload, done).await?;
+            done += speaker.write(|| write_rest(socket, &head, &payload, done)).await?;
         }
         if let Some(begin) = begin {
             trace.record(Span::of_frame(What::Send { peer }, &header, begin));

@@ -3,7 +3,7 @@
 use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::{AsRawFd, RawFd};
 #[cfg(target_os = "linux")]
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
 use std::time::Duration;
 
 use bytes::BufMut;
@@ -13,11 +13,11 @@ use tokio::net::{TcpStream, UnixStream};
 use crate::fork::ClosedInChild;
 
 /// The send buffer to ask for on each of a link's streams, if not the kernel's own: enough for the wire, and not much more,
-/// since what is beyond that lies in queues. The kernel doubles it for its own use, and gives at most what
-/// `net.core.wmem_max` allows.
-fn send_buffer(streams: usize) -> Option<usize> {
+/// since what is beyond that lies in queues; less of it where there are `many` peers. The kernel doubles it for its own use,
+/// and gives at most what `net.core.wmem_max` allows.
+fn send_buffer(streams: usize, many: bool) -> Option<usize> {
     match streams {
-        0..=1 => Some(256 << 10),
+        0..=1 => Some(if many { 128 << 10 } else { 256 << 10 }),
         2..=4 => Some(512 << 10),
         // many streams mean a long way: only the kernel's own, growing buffer fills it
         _ => None,
@@ -31,10 +31,19 @@ static PACE: u64 = 1 << 40;
 /// What the reader of a long payload takes at a time.
 const MOUTHFUL: usize = 64 << 10;
 
+/// A payload that comes with its header, or soon after it: two system calls would cost more than being woken once more.
+pub(crate) const SHORT: usize = 8 << 10;
+
+/// How much may lie in the kernel's buffer that is not on its way yet, for a stream of this rate in bytes per second: a
+/// millisecond's worth, which is what the kernel packs together, within what is worth being woken for.
+fn unsent(rate: u64) -> u32 {
+    (rate / 1000).clamp(16 << 10, 128 << 10) as u32
+}
+
 /// For how many bytes the reader of a payload is woken when so many of it are left: a mouthful, or all of them; for any if
-/// the whole is no more than that, and comes with its header or soon after it.
+/// the whole is short.
 pub(crate) fn mouthful(length: usize, left: usize) -> usize {
-    if length > MOUTHFUL { left.min(MOUTHFUL) } else { 1 }
+    if length > SHORT { left.min(MOUTHFUL) } else { 1 }
 }
 
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
@@ -45,6 +54,9 @@ pub(crate) struct Socket {
     /// How many bytes wake the reader.
     #[cfg(target_os = "linux")]
     wakes: AtomicI32,
+    /// How many bytes may be written and not be on their way; 0 while there is no bound.
+    #[cfg(target_os = "linux")]
+    unsent: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -82,6 +94,8 @@ impl Socket {
             stream,
             #[cfg(target_os = "linux")]
             wakes: AtomicI32::new(1),
+            #[cfg(target_os = "linux")]
+            unsent: AtomicU32::new(0),
         }
     }
 
@@ -121,8 +135,8 @@ impl Socket {
     /// Bounds what is sent and not yet acknowledged on one of a link's streams. When both directions are busy,
     /// acknowledgements wait behind data in the other side's queue; left to itself, the stream with the largest window fills
     /// that queue and starves the others.
-    pub(crate) fn limit_unacknowledged(&self, streams: usize) {
-        let (Some(bytes), Stream::Tcp(stream)) = (send_buffer(streams), &self.stream) else { return };
+    pub(crate) fn limit_unacknowledged(&self, streams: usize, many: bool) {
+        let (Some(bytes), Stream::Tcp(stream)) = (send_buffer(streams, many), &self.stream) else { return };
         if let Err(error) = SockRef::from(stream).set_send_buffer_size(bytes) {
             log::debug!("the send buffer of a stream stays as it was: {error}");
         }
@@ -173,10 +187,25 @@ impl Socket {
         }
     }
 
-    /// The shortest round trip that the kernel has measured: unlike a clock around our own messages, it does not count the
-    /// time that busy processes wait for a processor.
+    /// Has writing wait until most of what was written is on its way: a turn among peers ends with that.
     #[cfg(target_os = "linux")]
-    pub(crate) fn round_trip(&self) -> Option<Duration> {
+    pub(crate) fn bound_unsent(&self) {
+        let (Some(info), Stream::Tcp(stream)) = (self.info(), &self.stream) else { return };
+        let wanted = unsent(info.tcpi_delivery_rate);
+        if self.unsent.swap(wanted, Ordering::Relaxed) == wanted {
+            return;
+        }
+        if let Err(error) = SockRef::from(stream).set_tcp_notsent_lowat(wanted) {
+            log::debug!("what a stream has not sent is not bounded: {error}");
+        }
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn bound_unsent(&self) {}
+
+    /// What the kernel knows of a TCP stream.
+    #[cfg(target_os = "linux")]
+    fn info(&self) -> Option<libc::tcp_info> {
         let Stream::Tcp(stream) = &self.stream else { return None };
         // SAFETY: zero is a valid `tcp_info`: it is made of integers.
         let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
@@ -186,9 +215,17 @@ impl Socket {
             let info = (&raw mut info).cast();
             libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info, &raw mut len)
         };
+        (result == 0).then_some(info)
+    }
+
+    /// The shortest round trip that the kernel has measured: unlike a clock around our own messages, it does not count the
+    /// time that busy processes wait for a processor.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        let info = self.info()?;
         // kernels before 4.6 do not know the shortest one
         let shortest = if info.tcpi_min_rtt > 0 { info.tcpi_min_rtt } else { info.tcpi_rtt };
-        (result == 0).then(|| Duration::from_micros(u64::from(shortest)))
+        Some(Duration::from_micros(u64::from(shortest)))
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -265,17 +302,28 @@ mod tests {
         let Stream::Tcp(stream) = &socket.stream else { panic!("a TCP stream") };
         let size = || SockRef::from(stream).send_buffer_size().unwrap();
         let before = size();
-        socket.limit_unacknowledged(8);
+        socket.limit_unacknowledged(8, true);
         assert_eq!(size(), before, "far away the kernel's own buffer grows");
-        socket.limit_unacknowledged(1);
+        socket.limit_unacknowledged(1, false);
         assert!(size() <= 2 * (256 << 10), "{}", size());
+        socket.limit_unacknowledged(1, true);
+        assert!(size() <= 2 * (128 << 10), "{}", size());
+        socket.bound_unsent();
+        assert!((16 << 10..=128 << 10).contains(&SockRef::from(stream).tcp_notsent_lowat().unwrap()));
+    }
+
+    #[test]
+    fn a_faster_stream_may_hold_more() {
+        assert_eq!([0, 4 << 20, 50_000_000, 3_000_000_000].map(unsent), [16 << 10, 16 << 10, 50_000, 128 << 10]);
     }
 
     #[test]
     fn only_a_long_payload_lets_its_reader_sleep() {
         for (length, left, bytes) in [
             (0, 0, 1),
-            (MOUTHFUL, MOUTHFUL, 1),
+            (SHORT, SHORT, 1),
+            (SHORT + 1, SHORT + 1, SHORT + 1),
+            (MOUTHFUL, MOUTHFUL, MOUTHFUL),
             (MOUTHFUL + 1, MOUTHFUL + 1, MOUTHFUL),
             (MOUTHFUL + 1, 1, 1),
             (1 << 20, 1 << 20, MOUTHFUL),
