@@ -26,7 +26,9 @@ pub(crate) struct Hub {
     pub(crate) board: Switchboard,
     pub(crate) pool: Pool,
     pub(crate) trace: Arc<Recorder>,
-    /// Where there are many peers to write to.
+    /// How many hosts there are beside mine.
+    pub(crate) other_hosts: usize,
+    /// Where these are many.
     pub(crate) turns: Option<Turns>,
 }
 
@@ -37,6 +39,7 @@ impl Hub {
             board: Switchboard::default(),
             pool: Pool::default(),
             trace: Arc::default(),
+            other_hosts,
             turns: Turns::among(other_hosts),
         }
     }
@@ -111,7 +114,7 @@ impl Link {
         let mut link = Link::new(kind, why);
         let streams = sockets.len();
         for (number, socket) in sockets.into_iter().enumerate() {
-            socket.limit_unacknowledged(streams, hub.turns.is_some());
+            socket.limit_unacknowledged(streams, hub.other_hosts);
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();
             }
