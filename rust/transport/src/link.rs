@@ -26,20 +26,21 @@ pub(crate) struct Hub {
     pub(crate) board: Switchboard,
     pub(crate) pool: Pool,
     pub(crate) trace: Arc<Recorder>,
-    /// How many hosts there are beside mine.
-    pub(crate) other_hosts: usize,
-    /// Where these are many.
+    /// How many links long data takes from my host at a time: each of its ranks has one to each other host.
+    links_in_use: usize,
+    /// Where there are many other hosts.
     pub(crate) turns: Option<Turns>,
 }
 
 impl Hub {
-    pub(crate) fn new(roster: Roster, other_hosts: usize) -> Self {
+    /// For a rank that shares its host with so many, itself counted, and has so many other hosts to write to.
+    pub(crate) fn new(roster: Roster, members: usize, other_hosts: usize) -> Self {
         Hub {
             roster,
             board: Switchboard::default(),
             pool: Pool::default(),
             trace: Arc::default(),
-            other_hosts,
+            links_in_use: members * other_hosts,
             turns: Turns::among(other_hosts),
         }
     }
@@ -114,7 +115,7 @@ impl Link {
         let mut link = Link::new(kind, why);
         let streams = sockets.len();
         for (number, socket) in sockets.into_iter().enumerate() {
-            socket.limit_unacknowledged(streams, hub.other_hosts);
+            socket.limit_unacknowledged(streams, hub.links_in_use);
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();
             }

@@ -115,7 +115,7 @@ impl Mesh {
             return Ok(Mesh {
                 me,
                 runtime: runtime.clone(),
-                hub: Arc::new(Hub::new(Roster::new(me, vec![card]), 0)),
+                hub: Arc::new(Hub::new(Roster::new(me, vec![card]), 1, 0)),
                 links: RwLock::new(vec![Link::to_myself()]),
                 teams: vec![vec![me]],
                 neighbours: HashMap::new(),
@@ -182,7 +182,7 @@ impl Mesh {
         };
         let dialed = run_or_hear(runtime, &late, interrupt, dial)?;
 
-        let hub = Arc::new(Hub::new(Roster::new(me, cards), teams.len() - 1));
+        let hub = Arc::new(Hub::new(Roster::new(me, cards), my_team.len(), teams.len() - 1));
         let mut mesh = Mesh {
             me,
             runtime: runtime.clone(),

@@ -13,12 +13,14 @@ use tokio::net::{TcpStream, UnixStream};
 use crate::fork::ClosedInChild;
 
 /// The send buffer to ask for on each of a link's streams, if not the kernel's own: enough for the wire, and not much more,
-/// since what is beyond that lies in queues, where the streams to all other hosts meet. The kernel doubles it for its own
-/// use, and gives at most what `net.core.wmem_max` allows.
-fn send_buffer(streams: usize, other_hosts: usize) -> Option<usize> {
-    match streams {
-        0..=1 => Some(((768 << 10) / other_hosts.max(1)).max(128 << 10)),
-        2..=4 => Some(512 << 10),
+/// since what is beyond that lies in queues, where all links meet that share the host's wire. The kernel doubles it for its
+/// own use, and gives at most what `net.core.wmem_max` allows.
+fn send_buffer(streams: usize, links: usize) -> Option<usize> {
+    match (streams, links) {
+        (0..=1, 0..=1) => Some(768 << 10),
+        (0..=1, 2..=3) => Some(256 << 10),
+        (0..=1, _) => Some(128 << 10),
+        (2..=4, _) => Some(512 << 10),
         // many streams mean a long way: only the kernel's own, growing buffer fills it
         _ => None,
     }
@@ -135,8 +137,8 @@ impl Socket {
     /// Bounds what is sent and not yet acknowledged on one of a link's streams. When both directions are busy,
     /// acknowledgements wait behind data in the other side's queue; left to itself, the stream with the largest window fills
     /// that queue and starves the others.
-    pub(crate) fn limit_unacknowledged(&self, streams: usize, other_hosts: usize) {
-        let (Some(bytes), Stream::Tcp(stream)) = (send_buffer(streams, other_hosts), &self.stream) else { return };
+    pub(crate) fn limit_unacknowledged(&self, streams: usize, links: usize) {
+        let (Some(bytes), Stream::Tcp(stream)) = (send_buffer(streams, links), &self.stream) else { return };
         if let Err(error) = SockRef::from(stream).set_send_buffer_size(bytes) {
             log::debug!("the send buffer of a stream stays as it was: {error}");
         }
