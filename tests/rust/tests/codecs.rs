@@ -136,12 +136,21 @@ fn what_a_codec_cannot_do_is_refused_before_anything_is_sent() {
     });
 }
 
-/// Data so long that sums inside of hosts and the wire overlap slice by slice, over several streams.
+/// Data so long that sums inside of hosts and the wire overlap slice by slice, over several streams; and hosts so many that
+/// they are written to by turns.
 #[test]
 fn long_data_in_slices_over_several_streams() {
     let tuning = Tuning { chunk: 40_000, segment: 100_000, ..Tuning::default() };
-    for layout in [&["a", "a", "b", "b"][..], &["a", "b", "a"], &["a", "b", "a", "b", "c"], &["a", "a"]] {
-        Setup::new(layout, tuning).streams(3).spawn(|rank| {
+    let five = &["a", "b", "c", "d", "e"][..];
+    for (layout, streams) in [
+        (&["a", "a", "b", "b"][..], 3),
+        (&["a", "b", "a"], 3),
+        (&["a", "b", "a", "b", "c"], 3),
+        (&["a", "a"], 3),
+        (five, 1),
+        (five, 3),
+    ] {
+        Setup::new(layout, tuning).streams(streams).spawn(|rank| {
             let labels: Vec<&str> = rank.layout.iter().map(String::as_str).collect();
             let count = 800_011;
             for (turn, (dtype, op)) in [(DType::F32, Op::Sum), (DType::BF16, Op::Mean)].into_iter().enumerate() {
