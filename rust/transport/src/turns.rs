@@ -59,7 +59,9 @@ impl<'a> Speaker<'a> {
 
     /// The next frame to write. Whoever has nothing to say ends its turn.
     pub(crate) async fn next<T>(&mut self, queue: &mut UnboundedReceiver<T>) -> Option<T> {
-        if let Ok(frame) = queue.try_recv() {
+        if self.turn.is_some()
+            && let Ok(frame) = queue.try_recv()
+        {
             return Some(frame);
         }
         self.turn = None;
