@@ -29,7 +29,7 @@ pub(crate) struct Hub {
     /// How many links long data takes from my host at a time: each of its ranks has one to each other host.
     links_in_use: usize,
     /// Where there are many other hosts.
-    pub(crate) turns: Option<Turns>,
+    turns: Option<Turns>,
 }
 
 impl Hub {

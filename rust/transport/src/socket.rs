@@ -38,6 +38,7 @@ pub(crate) const SHORT: usize = 8 << 10;
 
 /// How much may lie in the kernel's buffer that is not on its way yet, for a stream of this rate in bytes per second: a
 /// millisecond's worth, which is what the kernel packs together, within what is worth being woken for.
+#[cfg(target_os = "linux")]
 fn unsent(rate: u64) -> u32 {
     (rate / 1000).clamp(16 << 10, 128 << 10) as u32
 }
@@ -314,6 +315,7 @@ mod tests {
         assert!((16 << 10..=128 << 10).contains(&SockRef::from(stream).tcp_notsent_lowat().unwrap()));
     }
 
+    #[cfg(target_os = "linux")]
     #[test]
     fn a_faster_stream_may_hold_more() {
         assert_eq!([0, 4 << 20, 50_000_000, 3_000_000_000].map(unsent), [16 << 10, 16 << 10, 50_000, 128 << 10]);
