@@ -28,6 +28,7 @@ pub mod outbox;
 pub mod pool;
 pub mod rendezvous;
 pub mod roster;
+mod send_buffer;
 pub mod shm;
 mod socket;
 mod tcp;

@@ -114,7 +114,7 @@ impl Link {
     ) -> Self {
         let mut link = Link::new(kind, why);
         let streams = sockets.len();
-        for (number, socket) in sockets.into_iter().enumerate() {
+        for (number, mut socket) in sockets.into_iter().enumerate() {
             socket.limit_unacknowledged(streams, hub.links_in_use);
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();

@@ -11,6 +11,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::frame::{HEADER, Header};
 use crate::pool::Block;
+use crate::send_buffer::BETWEEN_LOOKS;
 use crate::socket::Socket;
 use crate::trace::{self, Recorder, Span, What};
 use crate::turns::Speaker;
@@ -171,6 +172,7 @@ pub(crate) async fn write_frames(
     peer: u32,
     trace: &Recorder,
 ) -> io::Result<()> {
+    let mut since_look = 0;
     while let Some(Outgoing { mut header, payload }) = speaker.next(queue).await {
         speaker.ask(payload.len(), socket).await;
         header.length = payload.len() as u32;
@@ -183,6 +185,11 @@ pub(crate) async fn write_frames(
         }
         if let Some(begin) = begin {
             trace.record(Span::of_frame(What::Send { peer }, &header, begin));
+        }
+        since_look += total;
+        if since_look >= BETWEEN_LOOKS {
+            since_look = 0;
+            socket.fit_buffer();
         }
     }
     socket.finish_writing();

@@ -3,7 +3,8 @@
 use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::{AsRawFd, RawFd};
 #[cfg(target_os = "linux")]
-use std::sync::atomic::{AtomicI32, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU32};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use bytes::BufMut;
@@ -11,20 +12,7 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpStream, UnixStream};
 
 use crate::fork::ClosedInChild;
-
-/// The send buffer to ask for on each of a link's streams, if not the kernel's own: enough for the wire, and not much more,
-/// since what is beyond that lies in queues, where all links meet that share the host's wire. The kernel doubles it for its
-/// own use, and gives at most what `net.core.wmem_max` allows.
-fn send_buffer(streams: usize, links: usize) -> Option<usize> {
-    match (streams, links) {
-        (0..=1, 0..=1) => Some(768 << 10),
-        (0..=1, 2..=3) => Some(256 << 10),
-        (0..=1, _) => Some(128 << 10),
-        (2..=4, _) => Some(512 << 10),
-        // many streams mean a long way: only the kernel's own, growing buffer fills it
-        _ => None,
-    }
-}
+use crate::send_buffer;
 
 /// As good as no bound. Linux paces a socket once it has one, whatever it is.
 #[cfg(target_os = "linux")]
@@ -49,11 +37,24 @@ pub(crate) fn mouthful(length: usize, left: usize) -> usize {
     if length > SHORT { left.min(MOUTHFUL) } else { 1 }
 }
 
+/// What the kernel has measured of a stream. Unlike a clock around our own messages, it does not count the time that busy
+/// processes wait for a processor.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Measured {
+    /// Bytes per second that were delivered.
+    pub(crate) rate: u64,
+    /// The shortest round trip.
+    pub(crate) shortest: Duration,
+}
+
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
 #[derive(Debug)]
 pub(crate) struct Socket {
     _registered: ClosedInChild,
     stream: Stream,
+    /// The send buffer that was asked for, 0 while it is the kernel's own; and whether it follows the stream's rate.
+    buffer: AtomicUsize,
+    follows_rate: bool,
     /// How many bytes wake the reader.
     #[cfg(target_os = "linux")]
     wakes: AtomicI32,
@@ -95,6 +96,8 @@ impl Socket {
         Socket {
             _registered: ClosedInChild::new(descriptor),
             stream,
+            buffer: AtomicUsize::new(0),
+            follows_rate: false,
             #[cfg(target_os = "linux")]
             wakes: AtomicI32::new(1),
             #[cfg(target_os = "linux")]
@@ -138,10 +141,29 @@ impl Socket {
     /// Bounds what is sent and not yet acknowledged on one of a link's streams. When both directions are busy,
     /// acknowledgements wait behind data in the other side's queue; left to itself, the stream with the largest window fills
     /// that queue and starves the others.
-    pub(crate) fn limit_unacknowledged(&self, streams: usize, links: usize) {
-        let (Some(bytes), Stream::Tcp(stream)) = (send_buffer(streams, links), &self.stream) else { return };
+    pub(crate) fn limit_unacknowledged(&mut self, streams: usize, links: usize) {
+        self.follows_rate = send_buffer::follows_rate(streams, links);
+        if let Some(bytes) = send_buffer::first(streams, links) {
+            self.ask_for_buffer(bytes);
+        }
+    }
+
+    fn ask_for_buffer(&self, bytes: usize) {
+        let Stream::Tcp(stream) = &self.stream else { return };
+        if self.buffer.swap(bytes, Ordering::Relaxed) == bytes {
+            return;
+        }
         if let Err(error) = SockRef::from(stream).set_send_buffer_size(bytes) {
             log::debug!("the send buffer of a stream stays as it was: {error}");
+        }
+    }
+
+    /// Looks at the stream's rate, and has its send buffer fit that, if it does.
+    pub(crate) fn fit_buffer(&self) {
+        if self.follows_rate
+            && let Some(path) = self.measured()
+        {
+            self.ask_for_buffer(send_buffer::fitting(path.rate, path.shortest, self.buffer.load(Ordering::Relaxed)));
         }
     }
 
@@ -193,8 +215,8 @@ impl Socket {
     /// Has writing wait until most of what was written is on its way: a turn among peers ends with that.
     #[cfg(target_os = "linux")]
     pub(crate) fn bound_unsent(&self) {
-        let (Some(info), Stream::Tcp(stream)) = (self.info(), &self.stream) else { return };
-        let wanted = unsent(info.tcpi_delivery_rate);
+        let (Some(path), Stream::Tcp(stream)) = (self.measured(), &self.stream) else { return };
+        let wanted = unsent(path.rate);
         if self.unsent.swap(wanted, Ordering::Relaxed) == wanted {
             return;
         }
@@ -206,9 +228,9 @@ impl Socket {
     #[cfg(not(target_os = "linux"))]
     pub(crate) fn bound_unsent(&self) {}
 
-    /// What the kernel knows of a TCP stream.
+    /// What the kernel has measured of a TCP stream.
     #[cfg(target_os = "linux")]
-    fn info(&self) -> Option<libc::tcp_info> {
+    pub(crate) fn measured(&self) -> Option<Measured> {
         let Stream::Tcp(stream) = &self.stream else { return None };
         // SAFETY: zero is a valid `tcp_info`: it is made of integers.
         let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
@@ -218,21 +240,14 @@ impl Socket {
             let info = (&raw mut info).cast();
             libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info, &raw mut len)
         };
-        (result == 0).then_some(info)
-    }
-
-    /// The shortest round trip that the kernel has measured: unlike a clock around our own messages, it does not count the
-    /// time that busy processes wait for a processor.
-    #[cfg(target_os = "linux")]
-    pub(crate) fn round_trip(&self) -> Option<Duration> {
-        let info = self.info()?;
         // kernels before 4.6 do not know the shortest one
         let shortest = if info.tcpi_min_rtt > 0 { info.tcpi_min_rtt } else { info.tcpi_rtt };
-        Some(Duration::from_micros(u64::from(shortest)))
+        (result == 0)
+            .then(|| Measured { rate: info.tcpi_delivery_rate, shortest: Duration::from_micros(u64::from(shortest)) })
     }
 
     #[cfg(not(target_os = "linux"))]
-    pub(crate) fn round_trip(&self) -> Option<Duration> {
+    pub(crate) fn measured(&self) -> Option<Measured> {
         None
     }
 
@@ -286,6 +301,9 @@ impl Socket {
 
 #[cfg(test)]
 mod tests {
+    #[cfg(target_os = "linux")]
+    use std::os::fd::BorrowedFd;
+
     use super::*;
 
     #[cfg(target_os = "linux")]
@@ -294,7 +312,7 @@ mod tests {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let descriptor = stream.as_raw_fd();
-        let socket = Socket::tcp(stream, Duration::from_secs(30)).unwrap();
+        let mut socket = Socket::tcp(stream, Duration::from_secs(30)).unwrap();
         let (mut rate, mut len) = (0u64, size_of::<u64>() as libc::socklen_t);
         // SAFETY: the descriptor is open, and the kernel writes at most `len` bytes to `rate`.
         let result = unsafe {
@@ -302,8 +320,9 @@ mod tests {
             libc::getsockopt(descriptor, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, rate, &raw mut len)
         };
         assert_eq!((result, rate), (0, PACE));
-        let Stream::Tcp(stream) = &socket.stream else { panic!("a TCP stream") };
-        let size = || SockRef::from(stream).send_buffer_size().unwrap();
+        // SAFETY: the descriptor is open as long as the socket.
+        let kept = unsafe { BorrowedFd::borrow_raw(descriptor) };
+        let size = || SockRef::from(&kept).send_buffer_size().unwrap();
         let before = size();
         socket.limit_unacknowledged(8, 3);
         assert_eq!(size(), before, "far away the kernel's own buffer grows");
@@ -311,8 +330,12 @@ mod tests {
         assert!(size() <= 2 * (256 << 10), "{}", size());
         socket.limit_unacknowledged(1, 30);
         assert!(size() <= 2 * (128 << 10), "{}", size());
+        socket.limit_unacknowledged(1, 1);
+        assert!(size() <= 2 * (256 << 10), "{}", size());
+        socket.fit_buffer();
+        assert!(size() <= 2 * (128 << 10), "nothing was sent yet: {}", size());
         socket.bound_unsent();
-        assert!((16 << 10..=128 << 10).contains(&SockRef::from(stream).tcp_notsent_lowat().unwrap()));
+        assert!((16 << 10..=128 << 10).contains(&SockRef::from(&kept).tcp_notsent_lowat().unwrap()));
     }
 
     #[cfg(target_os = "linux")]
