@@ -78,7 +78,7 @@ def init(
         target = settings.metrics(place.rank)
         part, name = rendezvous.agree(place, connect_timeout)
         runtime = _core.Runtime(
-            None if part is None else rendezvous.Adapter(part),
+            part,
             place.rank,
             place.world_size,
             connect_timeout=connect_timeout,
