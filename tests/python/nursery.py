@@ -43,6 +43,8 @@ class Nursery:
         while (reply := self._read(None)) and "started" not in reply:
             pass
         assert reply is not None
+        # the number may be that of one that ended long ago
+        self._codes.pop(reply["started"], None)
         return Child(self, reply["started"])
 
     def code(self, pid: int, timeout: float | None) -> int | None:
@@ -80,11 +82,13 @@ class Child:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        self.returncode = self._nursery.code(self.pid, 0.0)
+        if self.returncode is None:
+            self.returncode = self._nursery.code(self.pid, 0.0)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        self.returncode = self._nursery.code(self.pid, timeout)
+        if self.returncode is None:
+            self.returncode = self._nursery.code(self.pid, timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
         return self.returncode
