@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from . import agreement, counters, runtime
+from .algorithm import Algorithm
 from .errors import InvalidArgument, NonFinite
-from .steps import Described
+from .steps import AllReduce, Described, LowRank, Select
 
 # Exchanges after which it can be told whether encoding pays.
 ROUNDS_TO_JUDGE = 20
@@ -89,6 +90,19 @@ def refuse_replaced(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> No
                 f"{name} is another parameter of the model than it was when it was wrapped: its gradient would "
                 "silently stay on this rank; replace modules, or load_state_dict(..., assign=True), before wrapping"
             )
+
+
+def refuse_other_than_mean(algorithm: Algorithm) -> None:
+    """Only a mean of gradients over all ranks can be made one over those that still have data."""
+    steps = [*algorithm.warmup()[1], *algorithm.steps()]
+    are_means = all(
+        isinstance(step, Select | LowRank) or (isinstance(step, AllReduce) and step.op == "mean") for step in steps
+    )
+    if not are_means or algorithm.every != 1 or algorithm.sync() is not None:
+        raise InvalidArgument(
+            f"{algorithm} does more than to average gradients, so join(divide_by_initial_world_size=False) cannot "
+            "divide by the ranks that still have data; leave the argument out, or try algorithm='allreduce'"
+        )
 
 
 def of_non_finite(algorithm: str, step: int, place: str) -> NonFinite:

@@ -13,7 +13,7 @@ from .steps import Step, check_seed
 BOUNDED = 0.1
 
 
-@dataclass(frozen=True)
+# No dataclass of its own: what it only names would come first among the fields of those that have it.
 class Background(Algorithm):
     """What all algorithms are that exchange snapshots of the weights while training goes on.
 

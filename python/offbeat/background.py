@@ -17,6 +17,7 @@ from . import _core, agreement, counters, devices, hooks, owners, replica, resum
 from .algorithms import GradientAllReduce
 from .asynchronous import Background
 from .errors import InvalidArgument, Timeout, Unsupported
+from .joining import Rules
 from .snapshots import Snapshots
 
 
@@ -237,14 +238,19 @@ class BackgroundReplica:
             yield
 
     @contextlib.contextmanager
-    def join(self) -> Iterator[None]:
+    def join(self, rules: Rules) -> Iterator[None]:
         """Around a loop in which ranks have different numbers of batches: who is done takes part no more. The next such
         loop, which every rank begins, is with all of them again."""
+        if rules != Rules():
+            raise InvalidArgument(
+                f"{self.algorithm.name} lets every rank go at its own pace, so there is no mean to divide by another "
+                "number, and no step at which all could end; try join() without arguments"
+            )
         if self._core is not None and self._left:
             self._begin_anew()
             # weights have gone apart since: all begin from what they have now
             self._core.go_on(0, 0, 0)
-        with contextlib.nullcontext() if self._first is None else self._first.join():
+        with contextlib.nullcontext() if self._first is None else self._first.join(rules):
             yield
         if self._core is not None:
             self.drain()

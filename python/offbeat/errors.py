@@ -53,6 +53,16 @@ class NonFinite(OffbeatError, ArithmeticError):
     skips the step."""
 
 
+class Exhausted(OffbeatError, RuntimeError):
+    """In `join(throw_on_early_termination=True)`: `ranks` have no more data, and the loop ends on all of them."""
+
+    ranks: list[int]
+
+    def __init__(self, message: str = "", *, ranks: list[int] | None = None) -> None:
+        super().__init__(message)
+        self.ranks = ranks or []
+
+
 class NotInitialized(OffbeatError, RuntimeError):
     """The call needs `offbeat.init()` first."""
 
@@ -67,6 +77,7 @@ class InvalidArgument(OffbeatError, ValueError):
 
 __all__ = [
     "BadFrame",
+    "Exhausted",
     "InvalidArgument",
     "Mismatch",
     "NonFinite",

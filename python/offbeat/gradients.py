@@ -137,8 +137,9 @@ class Gradients:
         self._missed.update(missing)
         return len(self._missed) > before
 
-    def finish(self) -> list[str]:
-        """Waits until all gradients are exchanged. Gives the names of trained parameters without one."""
+    def finish(self, scale: float = 1.0) -> list[str]:
+        """Waits until all gradients are exchanged, and multiplies them. Gives the names of trained parameters without
+        one."""
         scheduler = self.running()
         absent, earlier = [], []
         for index in scheduler.missing():
@@ -156,6 +157,9 @@ class Gradients:
             gained = self.carriage.finish(scheduler)
         for index in gained:
             self._slots[index].show(self.named[index][1])
+        if scale != 1.0:
+            pairs = zip(self._slots, self.named, strict=True)
+            hooks.scale([slot.home for slot, (_, parameter) in pairs if slot.holds(parameter.grad)], scale)
         return absent
 
     def finish_without(self) -> None:

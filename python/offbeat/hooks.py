@@ -52,6 +52,11 @@ class Line:
         self._mark: Callable[[Sequence[int]], object] = ignore
         weakref.finalize(listener, self.cut)
 
+    @property
+    def is_dead(self) -> bool:
+        """Whether there is nobody to tell any more."""
+        return self._listener() is None
+
     def connect(self, arrive: Callable[[int], bool], mark: Callable[[Sequence[int]], object]) -> None:
         """Says who is told of a gradient that has arrived, and of those that are in their slots."""
         self.arrive, self._mark = arrive, mark
@@ -171,6 +176,12 @@ def clear(view: Tensor) -> None:
     view.zero_()
 
 
+def scale(views: list[Tensor], factor: float) -> None:
+    """Multiplies gradients where they are, on torch's current stream."""
+    if views:
+        torch._foreach_mul_(views, factor)
+
+
 def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
     """Moves gradients into their slots, where they live from then on. Gives the numbers of those that are there."""
     ready, parameters, gradients, views = [], [], [], []
@@ -206,6 +217,7 @@ def refuse_early_steps(named: Iterable[tuple[str, Tensor]]) -> None:
     """A step that is made while backward runs takes this rank's own gradient, and replicas drift apart."""
     hooked = []
     for name, parameter in named:
+        drop_dead(parameter)
         if getattr(parameter, "_in_backward_optimizers", None):  # torch's mark
             raise InvalidArgument(
                 f"{name} is stepped by an optimizer in backward, as soon as its gradient is there and before it is "
@@ -222,6 +234,14 @@ def refuse_early_steps(named: Iterable[tuple[str, Tensor]]) -> None:
         )
 
 
+def drop_dead(parameter: Tensor) -> None:
+    """Takes away the hooks of wrappers that were dropped without `remove()`: they would keep memory of old buckets."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    for key, hook in list(hooks.items()):
+        if isinstance(line := getattr(hook, "line", None), Line) and line.is_dead:
+            del hooks[key]
+
+
 def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], None]:
     """Has each gradient of a parameter put into its slot in a bucket. Gives what takes the hook away."""
     index, arrived = slot.index, line.arrived
@@ -232,6 +252,7 @@ def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], No
             if line.arrive(index):
                 line.deliver()
 
+    hook.line = line  # type: ignore[attr-defined]
     # torch refuses hooks on a frozen parameter, but keeps those of one that is frozen later
     trained = parameter.requires_grad
     parameter.requires_grad_(True)

@@ -5,14 +5,16 @@ data ask, and do the same with nothing to contribute.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
 
 import torch
 
-from . import _core, runtime
-from .errors import InvalidArgument, PeerFailed, PeerLost
+from . import _core, advice, runtime
+from .algorithm import Algorithm
+from .errors import Exhausted, InvalidArgument, PeerFailed, PeerLost
 
 # Whether some replica of this process is in `join`.
 _joined = False
@@ -27,11 +29,27 @@ class Turn(IntEnum):
     BUCKETS = 3
     CHECK = 4
     STEP = 5
+    FORWARD = 6
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What happens when a rank has no more data. The names are those of DDP's `join`.
+
+    divide_by_initial_world_size: whether a mean of gradients divides by the number of all ranks, and not by that of
+        those that still work.
+    throw_on_early_termination: whether the loop ends on all ranks then, with `Exhausted`.
+    """
+
+    divide_by_initial_world_size: bool = True
+    throw_on_early_termination: bool = False
 
 
 class Member(Protocol):
     """Who takes turns: a member."""
 
+    @property
+    def algorithm(self) -> Algorithm: ...
     @property
     def is_running(self) -> bool: ...
     @property
@@ -50,37 +68,56 @@ class Turns:
         self.joining = False
         # The lowest rank that still works: whose buffers count.
         self.source = 0
+        # What a mean over all ranks is multiplied with.
+        self.scale = 1.0
+        self._rules = Rules()
+
+    def look(self, member: Member) -> None:
+        """Before each forward in training: where one rank without data ends the loop of all, nobody makes a step more
+        than that one."""
+        if self.joining and self._rules.throw_on_early_termination:
+            self.take(member, Turn.FORWARD)
 
     def take(self, member: Member, turn: Turn) -> Turn:
         """Tells ranks without data what comes, or asks. Gives what the working ranks do."""
         if not self.joining or member.has_lost:
             return turn
         world = runtime.world_size()
-        words = torch.tensor([int(turn), world - runtime.rank() if turn else 0])
+        # the turn, and for each rank whether it works
+        words = torch.zeros(1 + world, dtype=torch.int64)
+        words[0], words[1 + runtime.rank()] = int(turn), bool(turn)
         try:
             member.group.all_reduce(words, "max", None, False)
         except (PeerLost, PeerFailed):
             if not member.lose():
                 raise
             return turn
-        self.source = world - int(words[1]) if words[1] else 0
+        working = words[1:].nonzero().flatten().tolist()
+        self.source = working[0] if working else 0
+        if self._rules.throw_on_early_termination and 0 < len(working) < world:
+            raise exhausted(rank for rank in range(world) if rank not in working)
+        if working and not self._rules.divide_by_initial_world_size:
+            self.scale = world / len(working)
         return Turn(int(words[0]))
 
     @contextlib.contextmanager
-    def join(self, member: Member) -> Iterator[None]:
+    def join(self, member: Member, rules: Rules) -> Iterator[None]:
         """Lets ranks have different numbers of batches: who leaves the context early takes part with zeros.
 
         At the end all ranks have the parameters, buffers and optimizer state of one that worked until the end; where an
-        algorithm exchanges weights they have the mean of all parameters and buffers. The mean still divides by the
-        number of all ranks. Where gossip goes on without a lost rank, who leaves the context early waits for the end.
+        algorithm exchanges weights they have the mean of all parameters and buffers. Where gossip goes on without a
+        lost rank, who leaves the context early waits for the end.
         """
         global _joined
+        if not rules.divide_by_initial_world_size:
+            advice.refuse_other_than_mean(member.algorithm)
         if not member.is_running:
             yield
             return
         if _joined:
             raise InvalidArgument("one join() at a time: ranks could not tell whose turn it is; leave the other first")
         self.joining = _joined = True
+        self._rules = rules
         try:
             yield
             idle = 0
@@ -90,7 +127,7 @@ class Turns:
             member.end_join(0 if member.has_lost else self._last(member, idle=bool(idle)))
         finally:
             self.joining = _joined = False
-            self.source = 0
+            self.source, self.scale, self._rules = 0, 1.0, Rules()
 
     @staticmethod
     def _last(member: Member, *, idle: bool) -> int:
@@ -103,3 +140,14 @@ class Turns:
             if not member.lose():
                 raise
         return world - int(worked_until_the_end)
+
+
+def exhausted(ranks: Iterable[int]) -> Exhausted:
+    """The story of a loop that ends on all ranks, the same on each of them."""
+    listed = list(ranks)
+    return Exhausted(
+        f"rank {', '.join(map(str, listed))} has no more data, so join(throw_on_early_termination=True) ends the loop "
+        "on every rank; try: catch offbeat.errors.Exhausted around it, or leave the argument out to train on with "
+        "what the others have",
+        ranks=listed,
+    )

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,6 +14,7 @@ from . import algorithms, runtime, settings
 from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
 from .errors import InvalidArgument
+from .joining import Rules
 from .local_replica import LocalReplica
 from .replicas import AnyReplica, make
 
@@ -190,9 +191,23 @@ class Distributed(torch.optim.Optimizer):
         """Forwards in this context only accumulate: nothing is exchanged in their backward. DDP's meaning exactly."""
         return self._offbeat.replica.no_sync()
 
-    def join(self) -> AbstractContextManager[None]:
-        """Around a loop in which ranks have different numbers of batches."""
-        return self._offbeat.replica.join()
+    def join(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Around a loop in which ranks have different numbers of batches. The arguments are those of DDP.
+
+        Args:
+            divide_by_initial_world_size: False divides gradients by the number of ranks that still have data.
+            enable: False does nothing, where all ranks are known to have as many.
+            throw_on_early_termination: with the first rank that has no more data the loop ends on all of them: each
+                raises `offbeat.errors.Exhausted`, after the same number of steps.
+        """
+        rules = Rules(divide_by_initial_world_size, throw_on_early_termination)
+        return self._offbeat.replica.join(rules) if enable else nullcontext()
 
     def pause(self) -> None:
         """Leaves the parameters alone until `resume`, e.g. for an evaluation; others exchange without them."""

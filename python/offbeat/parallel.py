@@ -1,15 +1,16 @@
 """`DataParallel`: the shape of torch's DistributedDataParallel."""
 
-from contextlib import AbstractContextManager
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Never, Unpack
 
 import torch
 from torch import nn
 
-from . import algorithms, hooks, owners, runtime, settings
+from . import algorithms, ddp, hooks, owners, runtime, settings
 from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
-from .errors import InvalidArgument
+from .errors import InvalidArgument, Unsupported
+from .joining import Rules
 from .local_replica import LocalReplica
 from .optimizer import Counting, Wrapping, change_class, refuse_lazy, restore_class
 from .replica import Options, Replica
@@ -31,6 +32,8 @@ class DataParallel(nn.Module):
         bucket_bytes: how many bytes of gradients travel together; "auto" tries sizes in the first steps.
         check_every: compare the parameters of all ranks every so many steps, and name the first that drifted.
         broadcast_buffers: give all ranks the buffers of rank 0 before each forward in training.
+        of_ddp: the other arguments of torch's DDP, by name: those that have nothing to say here are accepted, the
+            others refused with what to write instead (`docs/training.md`).
     """
 
     def __init__(
@@ -42,9 +45,16 @@ class DataParallel(nn.Module):
         bucket_bytes: settings.BucketBytes = None,
         check_every: int | None = None,
         broadcast_buffers: bool = True,
+        **of_ddp: Unpack[ddp.Arguments],
     ) -> None:
         if not isinstance(model, nn.Module):
             raise InvalidArgument(f"model must be a torch.nn.Module, not {type(model).__name__}; pass the model itself")
+        if not isinstance(optimizer, torch.optim.Optimizer | None):
+            raise InvalidArgument(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; pass it by name, or leave "
+                "it out; DDP's device_ids is not needed: move model and inputs to their device"
+            )
+        bucket_bytes, broadcast_buffers = ddp.translate(model, of_ddp, bucket_bytes, broadcast_buffers)
         super().__init__()
         self.module = model
         self._algorithm = algorithms.resolve(algorithm)
@@ -94,9 +104,30 @@ class DataParallel(nn.Module):
         """Forwards in this context only accumulate: nothing is exchanged in their backward. DDP's meaning exactly."""
         return self._awake().no_sync()
 
-    def join(self) -> AbstractContextManager[None]:
-        """Around a loop in which ranks have different numbers of batches."""
-        return self._awake().join()
+    def join(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """Around a loop in which ranks have different numbers of batches. The arguments are those of DDP, and those of
+        the optimizer's `join`."""
+        rules = Rules(divide_by_initial_world_size, throw_on_early_termination)
+        return self._awake().join(rules) if enable else nullcontext()
+
+    def register_comm_hook(self, state: object, hook: object) -> Never:  # noqa: ARG002
+        """Refused: what a hook does in DDP, an algorithm does here."""
+        raise Unsupported(
+            "a communication hook is made for DDP's buckets; try algorithm=, with one of offbeat.algorithms or with "
+            "steps of your own (docs/algorithms.md)"
+        )
+
+    # By the names under which those who come from DDP call them on the class and on the object.
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(ddp.leave_out)
+
+    def _set_static_graph(self) -> None:
+        """Nothing has to be said of the graph: what a backward uses is seen each time."""
 
     def _awake(self) -> AnyReplica:
         """The replica, also of a copy. Every rank asks for it alike."""

@@ -15,7 +15,7 @@ from . import _core, advice, agreement, counters, devices, hooks, keeping, owner
 from .accumulation import Accumulation
 from .algorithm import Algorithm, describe
 from .gradients import Gradients
-from .joining import Turn, Turns
+from .joining import Rules, Turn, Turns
 
 
 class Options(TypedDict):
@@ -159,6 +159,7 @@ class Replica:
         if not self.is_running or not self.model.training or not torch.is_grad_enabled():
             return
         self._mend()
+        self._turns.look(self)
         self._accumulation.forward_begins()
         if any(tensor.requires_grad for tensor in self._frozen):
             self.refresh(self._named)
@@ -259,7 +260,7 @@ class Replica:
     def _finish(self) -> None:
         if self.gradients.misses_others():
             self._refuse_replaced()
-        absent = self.gradients.finish()
+        absent = self.gradients.finish(self._turns.scale)
         self.step += 1
         if not self._turns.joining:
             self._sweep.round_ended()
@@ -377,10 +378,10 @@ class Replica:
             return
         raise advice.of_non_finite(self.algorithm.name, self.step - 1, self.place)
 
-    def join(self) -> contextlib.AbstractContextManager[None]:
+    def join(self, rules: Rules) -> contextlib.AbstractContextManager[None]:
         """Around a loop in which ranks have different numbers of batches (`joining.Turns.join`)."""
         self._sweep.pause()
-        return self._turns.join(self)
+        return self._turns.join(self, rules)
 
     def follow(self, turn: Turn) -> None:
         """Takes part in what the ranks that still work do, without data."""

@@ -276,3 +276,11 @@ def test_bad_input_is_refused(wrong):
 
     with pytest.raises(offbeat.errors.InvalidArgument, match="try"):
         eval(wrong, vars(offbeat.algorithms))
+
+
+def test_arguments_come_in_the_order_in_which_they_are_documented():
+    from offbeat.algorithms import AsyncGossip, AsyncModelAverage, AsyncServer
+
+    assert AsyncModelAverage(0.5, "minmax8", 3) == AsyncModelAverage(period=0.5, codec="minmax8", warmup_steps=3)
+    assert AsyncGossip("exponential", 0.5, "modular") == AsyncGossip(peers="exponential", period=0.5, codec="modular")
+    assert AsyncServer(4, 0.5, "minmax8", True) == AsyncServer(staleness=4, period=0.5, codec="minmax8", feedback=True)

@@ -180,3 +180,124 @@ def test_join_with_everything_else(ranks):
     one, other = (told(rank) for rank in job.ranks)
     assert one == other
     assert [case["rate"] for case in one] == [pytest.approx(0.05 * 0.5**5), pytest.approx(0.05 * 0.5**10)]
+
+
+def test_what_happens_when_data_runs_out_is_as_in_ddp(ranks):
+    """Dividing by the ranks that are left, ending on all of them, or nothing at all; training goes on after each."""
+
+    def script():
+        import torch
+        import torch.distributed as dist
+        from support import differences, fails, loss_of, make_batch, make_model, make_optimizer, same_everywhere, tell
+        from torch.nn.parallel import DistributedDataParallel
+
+        import offbeat
+        from offbeat.algorithms import GradientAllReduce, LocalSGD
+        from offbeat.errors import Exhausted, InvalidArgument
+
+        dist.init_process_group("gloo")
+        offbeat.init(timeout=20.0, first_step_timeout=20.0)
+        me = offbeat.rank()
+
+        def batches(wrapped, optimizer, context, count, made):
+            with context:
+                for step in range(count):
+                    optimizer.zero_grad()
+                    with wrapped.no_sync():
+                        loss_of(wrapped, make_batch("cnn", me, 2 * step)).backward()
+                    loss_of(wrapped, make_batch("cnn", me, 2 * step + 1)).backward()
+                    optimizer.step()
+                    made.append(step)
+
+        cases = [
+            ({"divide_by_initial_world_size": False}, [6, 4, 5]),
+            ({"throw_on_early_termination": True}, [5, 3, 4]),
+            ({"throw_on_early_termination": True}, [4, 4, 4]),
+            ({"enable": False}, [3, 3, 3]),
+        ]
+        for options, counts in cases:
+            models, made = {}, {"ddp": [], "ours": [], "all": []}
+            for way in made:
+                model = models[way] = make_model("cnn")
+                # without momentum: DDP would leave that of ranks that were done early behind
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                wrapped = DistributedDataParallel(model) if way == "ddp" else offbeat.DataParallel(model)
+                # what it must not be: a mean over all ranks, until all are done
+                context = wrapped.join(**({} if way == "all" else options))
+                raised = None
+                try:
+                    batches(wrapped, optimizer, context, counts[me], made[way])
+                except RuntimeError as error:
+                    raised = error
+                if way == "ours":
+                    assert same_everywhere(*model.parameters())
+                    ends_early = "throw_on_early_termination" in options and min(counts) < max(counts)
+                    assert type(raised) is (Exhausted if ends_early else type(None)), raised
+                    assert raised is None or (raised.ranks == [1] and "rank 1" in str(raised)), raised
+                # later rounds divide by all ranks again, and end nowhere
+                batches(wrapped, optimizer, wrapped.join(), 2, [])
+            found = max(differences(models["ours"], models["ddp"]).values())
+            apart = max(differences(models["all"], models["ddp"]).values())
+            tell(options=options, made=made["ours"], of_ddp=made["ddp"], found=found, apart=apart)
+
+        model = make_model("mlp")
+        optimizer = make_optimizer("sgd", model)
+        for algorithm in (GradientAllReduce(average=False), LocalSGD(2)):
+            offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            context = optimizer.join(divide_by_initial_world_size=False)
+            fails(InvalidArgument, "divide_by_initial_world_size|try", context.__enter__)
+        offbeat.DistributedOptimizer(optimizer, model, offbeat.algorithms.AsyncModelAverage())
+        with optimizer.join(enable=False):
+            pass
+        fails(InvalidArgument, "async|try join()", optimizer.join(throw_on_early_termination=True).__enter__)
+        offbeat.shutdown()
+        dist.destroy_process_group()
+
+    job = ranks(script, 3)
+    for rank in job.ranks:
+        divided, ended, even, disabled = told(rank)
+        for case in (divided, ended, even, disabled):
+            assert case["found"] < 1e-5, case
+            assert case["made"] == case["of_ddp"], case
+        assert divided["apart"] > 1e-3
+        assert ended["apart"] > 1e-3
+        assert ended["made"] == [0, 1, 2]
+        assert even["made"] == [0, 1, 2, 3]
+
+
+def test_the_loop_ends_early_whatever_is_exchanged(ranks):
+    """Also where only backward tells that a rank is done, and where weights are exchanged; the next loop is whole."""
+
+    def script():
+        from support import fails, loss_of, make_batch, make_model, make_optimizer, same_everywhere
+
+        import offbeat
+        from offbeat.errors import Exhausted
+
+        offbeat.init(timeout=20.0, first_step_timeout=20.0)
+        me, made = offbeat.rank(), []
+        for algorithm in (None, "allreduce", "local_sgd", "decentralized"):
+            model = make_model("mlp")
+            optimizer = make_optimizer("sgd", model)
+            if algorithm is None:  # calls that go past the wrapper are not seen before backward
+                joined = offbeat.DataParallel(model, broadcast_buffers=False)
+            else:
+                joined = offbeat.DistributedOptimizer(optimizer, model, algorithm)
+
+            def loop(count, model=model, optimizer=optimizer, joined=joined):
+                made.clear()
+                with joined.join(throw_on_early_termination=True):
+                    for step in range(count):
+                        optimizer.zero_grad()
+                        loss_of(model, make_batch("mlp", me, step)).backward()
+                        optimizer.step()
+                        made.append(step)
+
+            assert fails(Exhausted, "rank 0 has no more data|try", loop, 3 + 2 * me).ranks == [0]
+            assert len(made) == 3, algorithm
+            loop(4)
+            assert len(made) == 4, algorithm
+            assert same_everywhere(*model.parameters()), algorithm
+        offbeat.shutdown()
+
+    ranks(script, 2)

@@ -221,7 +221,7 @@ def test_wrappers_leave_nothing_behind(ranks):
         import weakref
         from pathlib import Path
 
-        from support import make_model, make_optimizer, train
+        from support import make_model, make_optimizer, noted_warnings, same_everywhere, train
 
         import offbeat
 
@@ -260,6 +260,18 @@ def test_wrappers_leave_nothing_behind(ranks):
         after = threads(), mapped()
         assert after[0] <= before[0] + 2, (before, after)
         assert after[1] <= before[1] + 2000, (before, after)
+
+        # nor does a model keep anything of wrappers that were dropped, once it has a new one
+        model = make_model("cnn")
+        for at in range(3):
+            with noted_warnings() as texts:
+                wrapped = offbeat.DataParallel(model)
+            assert texts == [], (at, texts)
+            assert {len(p._post_accumulate_grad_hooks) for p in model.parameters()} == {1}, at
+            train(wrapped, make_optimizer("sgd", model), "cnn", range(2))
+            assert same_everywhere(*model.parameters())
+            del wrapped
+            gc.collect()
         offbeat.shutdown()
 
     ranks(script, 2)

@@ -75,6 +75,7 @@ BUILTINS = {
     "BadFrame": ConnectionError,
     "Unauthorized": PermissionError,
     "NonFinite": ArithmeticError,
+    "Exhausted": RuntimeError,
     "NotInitialized": RuntimeError,
     "Unsupported": NotImplementedError,
     "InvalidArgument": ValueError,
@@ -87,7 +88,12 @@ def test_errors_are_of_a_family_and_can_be_pickled(name):
     assert issubclass(kind, offbeat.OffbeatError)
     if name != "OffbeatError":
         assert issubclass(kind, BUILTINS[name])
-    fields = {"PeerLost": {"rank": 3, "host": "b"}, "PeerFailed": {"rank": 3, "cause": "ValueError: no"}}.get(name, {})
+    of_kind = {
+        "PeerLost": {"rank": 3, "host": "b"},
+        "PeerFailed": {"rank": 3, "cause": "ValueError: no"},
+        "Exhausted": {"ranks": [0, 2]},
+    }
+    fields = of_kind.get(name, {})
     error = kind("what happened; try: this", **fields)
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is kind
