@@ -315,10 +315,13 @@ class Torchrun(Launcher):
         env: Mapping[str, str] | None = None,
         args: Sequence[object] = (),
         max_restarts: int = 0,
+        patience: float = 0.1,
         python: Path | str = sys.executable,
     ) -> Job:
+        """`patience` is how long the agent may take to end the others when one has ended."""
         job, command = self.prepare(TorchrunJob, script, nproc, env, args)
         options = f"--nproc-per-node {nproc} --max-restarts {max_restarts} --redirects 3 --log-dir logs"
+        options += f" --monitor-interval {patience}"
         rendezvous = "--rdzv-backend c10d --rdzv-endpoint localhost:0 --local-addr localhost"
         launch = [str(python), "-m", "torch.distributed.run", *options.split(), *rendezvous.split()]
         job.spawn([*launch, *command], "agent")

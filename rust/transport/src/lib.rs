@@ -28,13 +28,12 @@ pub mod outbox;
 pub mod pool;
 pub mod rendezvous;
 pub mod roster;
-mod send_buffer;
 pub mod shm;
 mod socket;
 mod tcp;
 pub mod trace;
-mod turns;
 pub mod watchdog;
+mod wire;
 
 pub use error::{Error, Kind, Result};
 

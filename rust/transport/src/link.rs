@@ -18,7 +18,7 @@ use crate::pool::Pool;
 use crate::roster::Roster;
 use crate::socket::{Socket, mouthful};
 use crate::trace::{self, Recorder, Span, What};
-use crate::turns::{Speaker, Turns};
+use crate::wire::Gauge;
 
 /// What the tasks of all links share.
 pub(crate) struct Hub {
@@ -28,8 +28,6 @@ pub(crate) struct Hub {
     pub(crate) trace: Arc<Recorder>,
     /// How many links long data takes from my host at a time: each of its ranks has one to each other host.
     links_in_use: usize,
-    /// Where there are many other hosts.
-    turns: Option<Turns>,
 }
 
 impl Hub {
@@ -41,7 +39,6 @@ impl Hub {
             pool: Pool::default(),
             trace: Arc::default(),
             links_in_use: members * other_hosts,
-            turns: Turns::among(other_hosts),
         }
     }
 }
@@ -114,15 +111,15 @@ impl Link {
     ) -> Self {
         let mut link = Link::new(kind, why);
         let streams = sockets.len();
-        for (number, mut socket) in sockets.into_iter().enumerate() {
-            socket.limit_unacknowledged(streams, hub.links_in_use);
+        for (number, socket) in sockets.into_iter().enumerate() {
+            let gauge = Gauge::new(&socket, streams, hub.links_in_use);
             if number == 0 {
                 (link.local, link.remote) = socket.addresses();
             }
             let (queue, frames) = mpsc::unbounded_channel();
             let socket = Arc::new(socket);
             link.queues.push(queue);
-            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, Arc::clone(hub), peer, streams)));
+            link.writers.push(runtime.spawn(write_stream(Arc::clone(&socket), frames, gauge, Arc::clone(hub), peer)));
             hub.roster.stream_opened(peer);
             runtime.spawn(read_stream(socket, Arc::clone(hub), peer, number, Arc::clone(&link.received)));
         }
@@ -165,12 +162,11 @@ impl Link {
 async fn write_stream(
     socket: Arc<Socket>,
     mut frames: UnboundedReceiver<Outgoing>,
+    gauge: Option<Gauge>,
     hub: Arc<Hub>,
     peer: u32,
-    streams: usize,
 ) {
-    let speaker = Speaker::new(hub.turns.as_ref(), streams);
-    if let Err(error) = write_frames(&socket, &mut frames, speaker, peer, &hub.trace).await {
+    if let Err(error) = write_frames(&socket, &mut frames, gauge, peer, &hub.trace).await {
         log::debug!("writing to rank {peer}: {error}");
     }
 }

@@ -68,6 +68,9 @@ pub struct Options {
 /// How long the last frames may take to be written when a rank leaves.
 const FLUSH: Duration = Duration::from_secs(5);
 
+/// The group of stories that end the linking. Those of the world's group do not: others may be in its first calls already.
+const LINKING: u64 = u64::MAX;
+
 /// Characters of an exception that the other ranks quote.
 const LONGEST_CAUSE: usize = 4096;
 
@@ -202,7 +205,7 @@ impl Mesh {
         let warned = Cell::new(false);
         let watch = Watch {
             roster: &mesh.hub.roster,
-            group: 0,
+            group: LINKING,
             members: &ranks,
             began,
             limit: options.connect_timeout,
@@ -214,7 +217,7 @@ impl Mesh {
             let late = mesh.hub.roster.still_linking();
             if late.is_empty() {
                 // one may have gone before it was ready
-                break mesh.hub.roster.verdict(0, &ranks, Vec::new);
+                break mesh.hub.roster.verdict(LINKING, &ranks, Vec::new);
             }
             if let Err(error) = watch.check(|| late.clone()) {
                 break Err(error);
@@ -222,7 +225,8 @@ impl Mesh {
         };
         if let Err(error) = linked {
             // this rank ends too, and must not be taken for the one that began it
-            let story = mesh.poison(0, &ranks, &error);
+            let story = mesh.poison(LINKING, &ranks, &error);
+            mesh.poison(0, &ranks, &story);
             mesh.leave("it could not link to all ranks");
             return Err(story);
         }

@@ -11,11 +11,10 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::frame::{HEADER, Header};
 use crate::pool::Block;
-use crate::send_buffer::BETWEEN_LOOKS;
 use crate::socket::Socket;
 use crate::trace::{self, Recorder, Span, What};
-use crate::turns::Speaker;
 use crate::watchdog::Watch;
+use crate::wire::Gauge;
 use crate::{Result, SLICE};
 
 /// The body of a frame.
@@ -168,29 +167,23 @@ impl Drop for Sends {
 pub(crate) async fn write_frames(
     socket: &Socket,
     queue: &mut UnboundedReceiver<Outgoing>,
-    mut speaker: Speaker<'_>,
+    mut gauge: Option<Gauge>,
     peer: u32,
     trace: &Recorder,
 ) -> io::Result<()> {
-    let mut since_look = 0;
-    while let Some(Outgoing { mut header, payload }) = speaker.next(queue).await {
-        speaker.ask(payload.len(), socket).await;
+    while let Some(Outgoing { mut header, payload }) = queue.recv().await {
         header.length = payload.len() as u32;
         let head = header.encode();
         let total = HEADER + payload.len();
         let begin = (payload.len() >= trace::LEAST_PAYLOAD).then(trace::now);
         let mut done = 0;
         while done < total {
-            done += speaker.write(|| write_rest(socket, &head, &payload, done)).await?;
+            done += write_rest(socket, &head, &payload, done).await?;
         }
         if let Some(begin) = begin {
             trace.record(Span::of_frame(What::Send { peer }, &header, begin));
         }
-        since_look += total;
-        if since_look >= BETWEEN_LOOKS {
-            since_look = 0;
-            socket.fit_buffer();
-        }
+        gauge.take_if(|gauge| !gauge.wrote(total, socket));
     }
     socket.finish_writing();
     Ok(())

@@ -3,8 +3,7 @@
 use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::{AsRawFd, RawFd};
 #[cfg(target_os = "linux")]
-use std::sync::atomic::{AtomicI32, AtomicU32};
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicI32, Ordering};
 use std::time::Duration;
 
 use bytes::BufMut;
@@ -12,7 +11,6 @@ use socket2::{SockRef, TcpKeepalive};
 use tokio::net::{TcpStream, UnixStream};
 
 use crate::fork::ClosedInChild;
-use crate::send_buffer;
 
 /// As good as no bound. Linux paces a socket once it has one, whatever it is.
 #[cfg(target_os = "linux")]
@@ -22,14 +20,7 @@ static PACE: u64 = 1 << 40;
 const MOUTHFUL: usize = 64 << 10;
 
 /// A payload that comes with its header, or soon after it: two system calls would cost more than being woken once more.
-pub(crate) const SHORT: usize = 8 << 10;
-
-/// How much may lie in the kernel's buffer that is not on its way yet, for a stream of this rate in bytes per second: a
-/// millisecond's worth, which is what the kernel packs together, within what is worth being woken for.
-#[cfg(target_os = "linux")]
-fn unsent(rate: u64) -> u32 {
-    (rate / 1000).clamp(16 << 10, 128 << 10) as u32
-}
+const SHORT: usize = 8 << 10;
 
 /// For how many bytes the reader of a payload is woken when so many of it are left: a mouthful, or all of them; for any if
 /// the whole is short.
@@ -37,14 +28,13 @@ pub(crate) fn mouthful(length: usize, left: usize) -> usize {
     if length > SHORT { left.min(MOUTHFUL) } else { 1 }
 }
 
-/// What the kernel has measured of a stream. Unlike a clock around our own messages, it does not count the time that busy
-/// processes wait for a processor.
+/// What the kernel has counted of a stream.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Measured {
-    /// Bytes per second that were delivered.
-    pub(crate) rate: u64,
-    /// The shortest round trip.
-    pub(crate) shortest: Duration,
+pub(crate) struct Counted {
+    /// Bytes that were acknowledged.
+    pub(crate) acked: u64,
+    /// For how long there were bytes to be acknowledged.
+    pub(crate) busy: Duration,
 }
 
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
@@ -52,15 +42,9 @@ pub(crate) struct Measured {
 pub(crate) struct Socket {
     _registered: ClosedInChild,
     stream: Stream,
-    /// The send buffer that was asked for, 0 while it is the kernel's own; and whether it follows the stream's rate.
-    buffer: AtomicUsize,
-    follows_rate: bool,
     /// How many bytes wake the reader.
     #[cfg(target_os = "linux")]
     wakes: AtomicI32,
-    /// How many bytes may be written and not be on their way; 0 while there is no bound.
-    #[cfg(target_os = "linux")]
-    unsent: AtomicU32,
 }
 
 #[derive(Debug)]
@@ -96,12 +80,8 @@ impl Socket {
         Socket {
             _registered: ClosedInChild::new(descriptor),
             stream,
-            buffer: AtomicUsize::new(0),
-            follows_rate: false,
             #[cfg(target_os = "linux")]
             wakes: AtomicI32::new(1),
-            #[cfg(target_os = "linux")]
-            unsent: AtomicU32::new(0),
         }
     }
 
@@ -121,8 +101,7 @@ impl Socket {
 
     /// Has the kernel send evenly, at its own estimate of what the path carries, and not in bursts as acknowledgements come.
     /// Those come in bursts themselves when both directions are busy, since they wait behind data; then one wire has a queue
-    /// and another has nothing to send. 16 MB between four hosts at 500 Mbit/s took 1.03 times as long as the wire needs
-    /// with it and 1.21 times without.
+    /// and another has nothing to send.
     #[cfg(target_os = "linux")]
     fn pace(&self) {
         let Stream::Tcp(stream) = &self.stream else { return };
@@ -138,34 +117,38 @@ impl Socket {
     #[cfg(not(target_os = "linux"))]
     fn pace(&self) {}
 
-    /// Bounds what is sent and not yet acknowledged on one of a link's streams. When both directions are busy,
-    /// acknowledgements wait behind data in the other side's queue; left to itself, the stream with the largest window fills
-    /// that queue and starves the others.
-    pub(crate) fn limit_unacknowledged(&mut self, streams: usize, links: usize) {
-        self.follows_rate = send_buffer::follows_rate(streams, links);
-        if let Some(bytes) = send_buffer::first(streams, links) {
-            self.ask_for_buffer(bytes);
-        }
-    }
-
-    fn ask_for_buffer(&self, bytes: usize) {
+    /// Bounds what is sent and not yet acknowledged.
+    pub(crate) fn bound(&self, bytes: usize) {
         let Stream::Tcp(stream) = &self.stream else { return };
-        if self.buffer.swap(bytes, Ordering::Relaxed) == bytes {
-            return;
-        }
         if let Err(error) = SockRef::from(stream).set_send_buffer_size(bytes) {
             log::debug!("the send buffer of a stream stays as it was: {error}");
         }
     }
 
-    /// Looks at the stream's rate, and has its send buffer fit that, if it does.
-    pub(crate) fn fit_buffer(&self) {
-        if self.follows_rate
-            && let Some(path) = self.measured()
-        {
-            self.ask_for_buffer(send_buffer::fitting(path.rate, path.shortest, self.buffer.load(Ordering::Relaxed)));
+    /// The name of what decides how a TCP stream grows.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn control(&self) -> Option<Vec<u8>> {
+        let Stream::Tcp(stream) = &self.stream else { return None };
+        let name = SockRef::from(stream).tcp_congestion().ok()?;
+        Some(name.into_iter().take_while(|byte| *byte != 0).collect())
+    }
+
+    /// Has a stream grow by the control of that name.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn grow_by(&self, control: &[u8]) {
+        let Stream::Tcp(stream) = &self.stream else { return };
+        if let Err(error) = SockRef::from(stream).set_tcp_congestion(control) {
+            log::debug!("the congestion control of a stream stays as it was: {error}");
         }
     }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn control(&self) -> Option<Vec<u8>> {
+        None
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn grow_by(&self, _: &[u8]) {}
 
     /// Lets the reader sleep until so many bytes are there. A slow wire brings them in small frames, and being woken for
     /// each takes the processor from training: at 100 Mbit/s four times as often, for twice the processor time of a byte.
@@ -212,25 +195,25 @@ impl Socket {
         }
     }
 
-    /// Has writing wait until most of what was written is on its way: a turn among peers ends with that.
+    /// The shortest round trip that the kernel has measured: unlike a clock around our own messages, it does not count the
+    /// time that busy processes wait for a processor.
     #[cfg(target_os = "linux")]
-    pub(crate) fn bound_unsent(&self) {
-        let (Some(path), Stream::Tcp(stream)) = (self.measured(), &self.stream) else { return };
-        let wanted = unsent(path.rate);
-        if self.unsent.swap(wanted, Ordering::Relaxed) == wanted {
-            return;
-        }
-        if let Err(error) = SockRef::from(stream).set_tcp_notsent_lowat(wanted) {
-            log::debug!("what a stream has not sent is not bounded: {error}");
-        }
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        let info = self.info()?;
+        // kernels before 4.6 do not know the shortest one
+        let shortest = if info.tcpi_min_rtt > 0 { info.tcpi_min_rtt } else { info.tcpi_rtt };
+        Some(Duration::from_micros(u64::from(shortest)))
     }
 
-    #[cfg(not(target_os = "linux"))]
-    pub(crate) fn bound_unsent(&self) {}
-
-    /// What the kernel has measured of a TCP stream.
+    /// What the kernel has counted of a TCP stream.
     #[cfg(target_os = "linux")]
-    pub(crate) fn measured(&self) -> Option<Measured> {
+    pub(crate) fn counted(&self) -> Option<Counted> {
+        let info = self.info()?;
+        Some(Counted { acked: info.tcpi_bytes_acked, busy: Duration::from_micros(info.tcpi_busy_time) })
+    }
+
+    #[cfg(target_os = "linux")]
+    fn info(&self) -> Option<libc::tcp_info> {
         let Stream::Tcp(stream) = &self.stream else { return None };
         // SAFETY: zero is a valid `tcp_info`: it is made of integers.
         let mut info: libc::tcp_info = unsafe { std::mem::zeroed() };
@@ -240,14 +223,16 @@ impl Socket {
             let info = (&raw mut info).cast();
             libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info, &raw mut len)
         };
-        // kernels before 4.6 do not know the shortest one
-        let shortest = if info.tcpi_min_rtt > 0 { info.tcpi_min_rtt } else { info.tcpi_rtt };
-        (result == 0)
-            .then(|| Measured { rate: info.tcpi_delivery_rate, shortest: Duration::from_micros(u64::from(shortest)) })
+        (result == 0).then_some(info)
     }
 
     #[cfg(not(target_os = "linux"))]
-    pub(crate) fn measured(&self) -> Option<Measured> {
+    pub(crate) fn round_trip(&self) -> Option<Duration> {
+        None
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn counted(&self) -> Option<Counted> {
         None
     }
 
@@ -301,18 +286,15 @@ impl Socket {
 
 #[cfg(test)]
 mod tests {
-    #[cfg(target_os = "linux")]
-    use std::os::fd::BorrowedFd;
-
     use super::*;
 
     #[cfg(target_os = "linux")]
     #[tokio::test]
-    async fn streams_are_paced_and_near_ones_bounded() {
+    async fn streams_are_paced_and_can_be_bounded() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let stream = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
         let descriptor = stream.as_raw_fd();
-        let mut socket = Socket::tcp(stream, Duration::from_secs(30)).unwrap();
+        let socket = Socket::tcp(stream, Duration::from_secs(30)).unwrap();
         let (mut rate, mut len) = (0u64, size_of::<u64>() as libc::socklen_t);
         // SAFETY: the descriptor is open, and the kernel writes at most `len` bytes to `rate`.
         let result = unsafe {
@@ -320,28 +302,13 @@ mod tests {
             libc::getsockopt(descriptor, libc::SOL_SOCKET, libc::SO_MAX_PACING_RATE, rate, &raw mut len)
         };
         assert_eq!((result, rate), (0, PACE));
-        // SAFETY: the descriptor is open as long as the socket.
-        let kept = unsafe { BorrowedFd::borrow_raw(descriptor) };
-        let size = || SockRef::from(&kept).send_buffer_size().unwrap();
-        let before = size();
-        socket.limit_unacknowledged(8, 3);
-        assert_eq!(size(), before, "far away the kernel's own buffer grows");
-        socket.limit_unacknowledged(1, 3);
-        assert!(size() <= 2 * (256 << 10), "{}", size());
-        socket.limit_unacknowledged(1, 30);
-        assert!(size() <= 2 * (128 << 10), "{}", size());
-        socket.limit_unacknowledged(1, 1);
-        assert!(size() <= 2 * (256 << 10), "{}", size());
-        socket.fit_buffer();
-        assert!(size() <= 2 * (128 << 10), "nothing was sent yet: {}", size());
-        socket.bound_unsent();
-        assert!((16 << 10..=128 << 10).contains(&SockRef::from(&kept).tcp_notsent_lowat().unwrap()));
-    }
-
-    #[cfg(target_os = "linux")]
-    #[test]
-    fn a_faster_stream_may_hold_more() {
-        assert_eq!([0, 4 << 20, 50_000_000, 3_000_000_000].map(unsent), [16 << 10, 16 << 10, 50_000, 128 << 10]);
+        socket.bound(64 << 10);
+        let Stream::Tcp(stream) = &socket.stream else { panic!("a TCP stream") };
+        assert_eq!(SockRef::from(stream).send_buffer_size().unwrap(), 2 * (64 << 10));
+        socket.grow_by(b"reno");
+        assert_eq!(socket.control().unwrap(), b"reno");
+        assert!(socket.round_trip().unwrap() > Duration::ZERO);
+        assert_eq!(socket.counted().unwrap().acked, 1, "the handshake alone");
     }
 
     #[test]

@@ -203,7 +203,7 @@ pub(crate) async fn introduce(
     let began = Instant::now();
     socket.write_all(&handshake::hello(&dialer)).await.map_err(dropped_us)?;
     let reply = socket.read_array().await.map_err(dropped_us)?;
-    let round_trip = socket.measured().map_or_else(|| began.elapsed(), |path| path.shortest);
+    let round_trip = socket.round_trip().unwrap_or_else(|| began.elapsed());
     let (listener, rank) = handshake::read_reply(&door.token, &dialer, &reply)?;
     if rank != to {
         return Err(Error::new(Kind::Unauthorized, format!("rank {rank} answered there")));

@@ -74,7 +74,7 @@ impl Setup {
                 let work = || {
                     let engine = Engine::connect(setup.config(rank), Some(&*store), rank as u32, world as u32, None);
                     let engine = engine.unwrap_or_else(|error| panic!("cannot connect: {error}"));
-                    // a rank whose first call fails at once would end the linking of those that are not done with it
+                    // a rank that ends at once would end the linking of those that are not done with it
                     start.wait_for_all(world, limit);
                     let mut rank = Rank { rank, layout: setup.layout.clone(), engine: Some(engine) };
                     let value = act(&mut rank);

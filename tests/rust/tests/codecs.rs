@@ -136,8 +136,8 @@ fn what_a_codec_cannot_do_is_refused_before_anything_is_sent() {
     });
 }
 
-/// Data so long that sums inside of hosts and the wire overlap slice by slice, over several streams; and hosts so many that
-/// they are written to by turns.
+/// Data so long that sums inside of hosts and the wire overlap slice by slice, over several streams; and five
+/// hosts.
 #[test]
 fn long_data_in_slices_over_several_streams() {
     let tuning = Tuning { chunk: 40_000, segment: 100_000, ..Tuning::default() };
