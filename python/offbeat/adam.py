@@ -29,7 +29,7 @@ class FrozenAdam:
         if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
             what = "no optimizer" if optimizer is None else type(optimizer).__name__
             raise InvalidArgument(
-                f"{who} takes over the step of a torch.optim.Adam or AdamW and got {what}; try one of these, or an "
+                f"{who} takes over the step of a torch.optim.Adam or AdamW and got {what}; try: one of these, or an "
                 "algorithm for any optimizer, e.g. 'bytegrad'"
             )
         self._optimizer = optimizer

@@ -48,7 +48,7 @@ def refuse_sparse(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if tensor.layout is not torch.strided:
             raise Unsupported(
-                f"{name} is {tensor.layout}, which cannot be handed to other ranks; try to_dense(), or keep it out of "
+                f"{name} is {tensor.layout}, which cannot be handed to other ranks; try: to_dense(), or keep it out of "
                 "the model"
             )
 
@@ -64,7 +64,10 @@ def left_out(model: nn.Module) -> set[str]:
     return names
 
 
-def compare(group: _core.Group, what: str, lines: Sequence[str]) -> None:
+SAME_MODEL = "build the same model on every rank, in the same order, before wrapping it"
+
+
+def compare(group: _core.Group, what: str, lines: Sequence[str], advice: str = SAME_MODEL) -> None:
     """Raises the same readable `Mismatch` on every rank if the lines of any two differ."""
     text = "\n".join(lines).encode()
     mine = torch.frombuffer(bytearray(hashlib.blake2b(text, digest_size=16).digest()), dtype=torch.uint8)
@@ -72,7 +75,7 @@ def compare(group: _core.Group, what: str, lines: Sequence[str]) -> None:
     if all(torch.equal(theirs, hashes[0]) for theirs in hashes):
         return
     texts = gather(group, torch.tensor(list(text), dtype=torch.uint8))
-    raise Mismatch(difference(what, [bytes(theirs.numpy()).decode().split("\n") for theirs in texts]))
+    raise Mismatch(difference(what, [bytes(theirs.numpy()).decode().split("\n") for theirs in texts], advice))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -102,7 +105,7 @@ def compare_buffers(group: _core.Group, named: Named) -> None:
     compare(group, "buffers", [describe(name, tensor, buffer=True) for name, tensor in without_wrappers(named)])
 
 
-def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
+def difference(what: str, lists: Sequence[Sequence[str]], advice: str) -> str:
     """How the lists of the ranks differ from that of rank 0."""
     text = [f"ranks have different {what}:"]
     for rank, lines in enumerate(lists):
@@ -116,7 +119,7 @@ def difference(what: str, lists: Sequence[Sequence[str]]) -> str:
             text += [f"    {line}" for line in changes[:LONGEST_DIFF]]
             if len(changes) > LONGEST_DIFF:
                 text.append(f"    … and {len(changes) - LONGEST_DIFF} more lines")
-    text.append("try: build the same model on every rank, in the same order, before wrapping it")
+    text.append(f"try: {advice}")
     return "\n".join(text)
 
 

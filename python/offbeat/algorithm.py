@@ -88,4 +88,4 @@ def describe(
 def check_warmup(steps: object) -> None:
     """Raises unless it is a number of steps."""
     if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**63:
-        raise InvalidArgument(f"warmup_steps={steps!r}; try a whole number from 0 on, e.g. 100")
+        raise InvalidArgument(f"warmup_steps={steps!r}; try: a whole number from 0 on, e.g. 100")

@@ -206,17 +206,17 @@ def named(name: str) -> Algorithm:
     registered = {point.name: point for point in metadata.entry_points(group=ENTRY_POINTS)}
     if name not in registered:
         names = ", ".join(map(repr, [*KNOWN, *sorted(registered)]))
-        raise InvalidArgument(f"there is no algorithm {name!r}; try one of {names}")
+        raise InvalidArgument(f"there is no algorithm {name!r}; try: one of {names}")
     point = registered[name]
     try:
         made = point.load()()
     except Exception as error:
         raise InvalidArgument(
-            f"the algorithm {name!r} ({point.value}) cannot be made: {error!r}; try to import and call it"
+            f"the algorithm {name!r} ({point.value}) cannot be made: {error!r}; try: to import and call it"
         ) from error
     if not isinstance(made, Algorithm):
         raise InvalidArgument(
-            f"the algorithm {name!r} ({point.value}) is no offbeat.Algorithm: {made!r}; try a subclass of it"
+            f"the algorithm {name!r} ({point.value}) is no offbeat.Algorithm: {made!r}; try: a subclass of it"
         )
     return made
 
@@ -229,7 +229,7 @@ def resolve(algorithm: Algorithm | str) -> Algorithm:
         raise InvalidArgument(f"algorithm= got the class {algorithm.__name__}; try {algorithm.__name__}()")
     if not isinstance(algorithm, Algorithm):
         raise InvalidArgument(
-            f"algorithm= must be one of offbeat.algorithms or a name, not {algorithm!r}; try algorithm='allreduce'"
+            f"algorithm= must be one of offbeat.algorithms or a name, not {algorithm!r}; try: algorithm='allreduce'"
         )
     return algorithm
 

@@ -135,7 +135,7 @@ class AsyncServer(Background):
         check_period(self.period)
         bound = self.staleness
         if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
-            raise InvalidArgument(f"staleness={bound!r}; try a whole number from 0 on, or None for no bound")
+            raise InvalidArgument(f"staleness={bound!r}; try: a whole number from 0 on, or None for no bound")
         codecs.resolve(self.codec)
 
     @property
@@ -153,4 +153,4 @@ def check_period(period: object) -> None:
     if period is None:
         return
     if isinstance(period, bool) or not isinstance(period, int | float) or not 0 <= period < 1e9:
-        raise InvalidArgument(f"period={period!r}; try a number of seconds from 0 on, e.g. 0.5, or None")
+        raise InvalidArgument(f"period={period!r}; try: a number of seconds from 0 on, e.g. 0.5, or None")

@@ -90,7 +90,7 @@ class BackgroundReplica:
         device = devices.agreed(self._named)
         for name, tensor in self._named:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
-                raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try float32")
+                raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try: float32")
         parameters = [tensor for _, tensor in self._named]
         group = self._group = runtime.current().lanes(flat=False)[0]
         agreement.compare_model(group, self.algorithm, self.optimizer, self._named)
@@ -244,7 +244,7 @@ class BackgroundReplica:
         if rules != Rules():
             raise InvalidArgument(
                 f"{self.algorithm.name} lets every rank go at its own pace, so there is no mean to divide by another "
-                "number, and no step at which all could end; try join() without arguments"
+                "number, and no step at which all could end; try: join() without arguments"
             )
         if self._core is not None and self._left:
             self._begin_anew()

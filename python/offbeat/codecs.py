@@ -82,10 +82,10 @@ def resolve(codec: Codec | str | None) -> _core.Codec | None:
         return None
     if isinstance(codec, str):
         if codec not in KNOWN:
-            raise InvalidArgument(f"there is no codec {codec!r}; try one of {', '.join(map(repr, KNOWN))}")
+            raise InvalidArgument(f"there is no codec {codec!r}; try: one of {', '.join(map(repr, KNOWN))}")
         codec = KNOWN[codec]()
     if not isinstance(codec, Codec):
-        raise InvalidArgument(f"codec= must be one of offbeat.codecs or a name, not {codec!r}; try codec='bfloat16'")
+        raise InvalidArgument(f"codec= must be one of offbeat.codecs or a name, not {codec!r}; try: codec='bfloat16'")
     return _build(codec)
 
 

@@ -219,5 +219,5 @@ def recv(tensor: Tensor, src: int, *, tag: int = 0) -> None:
 
 def _tag(tag: int) -> int:
     if not isinstance(tag, int) or not 0 <= tag < 2**32:
-        raise InvalidArgument(f"tag must be an int from 0 to 4294967295, not {tag!r}; try tag=0")
+        raise InvalidArgument(f"tag must be an int from 0 to 4294967295, not {tag!r}; try: tag=0")
     return tag

@@ -43,8 +43,8 @@ ONLY: dict[str, tuple[object, str]] = {
     "init_sync": (True, "ranks begin with the parameters of rank 0; leave it out"),
     "delay_all_reduce_named_params": (None, "every gradient is exchanged when it is ready; leave it out"),
     "param_to_hook_all_reduce": (None, "every gradient is exchanged when it is ready; leave it out"),
-    "mixed_precision": (None, "try torch.autocast around forward, or 16 bits between hosts (docs/algorithms.md)"),
-    "bucket_cap_mb_list": (None, "all buckets have one size; try bucket_bytes="),
+    "mixed_precision": (None, "try: torch.autocast around forward, or 16 bits between hosts (docs/algorithms.md)"),
+    "bucket_cap_mb_list": (None, "all buckets have one size; try: bucket_bytes="),
 }
 
 
@@ -55,7 +55,7 @@ def translate(
     values = cast("dict[str, Any]", given)
     for name, value in values.items():
         if name not in Arguments.__annotations__:
-            raise InvalidArgument(f"DataParallel has no argument {name}=; try help(offbeat.DataParallel)")
+            raise InvalidArgument(f"DataParallel has no argument {name}=; try: help(offbeat.DataParallel)")
         accepted, instead = ONLY.get(name, (value, ""))
         if value != accepted:
             raise InvalidArgument(f"{name}={value!r} has no meaning for DataParallel: {instead}")
@@ -65,7 +65,7 @@ def translate(
     if values.get("bucket_cap_mb") is not None:
         if bucket_bytes is not None:
             raise InvalidArgument(
-                f"bucket_cap_mb= and bucket_bytes={bucket_bytes!r} are two names for one size; try one"
+                f"bucket_cap_mb= and bucket_bytes={bucket_bytes!r} are two names for one size; try: one"
             )
         bucket_bytes = from_megabytes(values["bucket_cap_mb"])
     buffers = values.get("forward_sync_buffers")
@@ -81,7 +81,7 @@ def leave_out(module: nn.Module, params_and_buffers_to_ignore: Iterable[str]) ->
 def from_megabytes(size: object) -> int:
     """A size of buckets as DDP has it."""
     if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 20:
-        raise InvalidArgument(f"bucket_cap_mb={size!r} is no size of buckets; try bucket_cap_mb=25, or bucket_bytes=")
+        raise InvalidArgument(f"bucket_cap_mb={size!r} is no size of buckets; try: bucket_cap_mb=25, or bucket_bytes=")
     return max(1, int(size * (1 << 20)))
 
 
@@ -93,7 +93,7 @@ def refuse_other_devices(model: nn.Module, device_ids: Sequence[Device] | None, 
     if any(all((each.type, each.index or 0) != (home.type, home.index or 0) for home in homes) for each in devices):
         raise InvalidArgument(
             f"device_ids={device_ids!r}, output_device={output_device!r}, and the model is on "
-            f"{', '.join(sorted(map(str, homes))) or 'no device'}: neither it nor its inputs are moved; try "
+            f"{', '.join(sorted(map(str, homes))) or 'no device'}: neither it nor its inputs are moved; try: "
             "model.to(device) before wrapping, and inputs.to(device) before each forward"
         )
 
@@ -104,6 +104,6 @@ def refuse_other_ranks(name: str, group: object) -> None:
     members = size() if callable(size) else size
     if group is not None and members != runtime.world_size():
         raise Unsupported(
-            f"{name}={group!r} has {members} of {runtime.world_size()} ranks, and models train on all; try a job of "
+            f"{name}={group!r} has {members} of {runtime.world_size()} ranks, and models train on all; try: a job of "
             "these ranks alone, or collectives with an offbeat.Group"
         )

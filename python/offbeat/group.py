@@ -60,7 +60,7 @@ def resolve(group: Group | None) -> tuple[_core.Group, Sequence[int]]:
         return runtime.world, range(core.world_size)
     if not isinstance(group, Group):
         raise InvalidArgument(
-            f"group= must be an offbeat.Group or None, not {type(group).__name__}; try offbeat.Group([0, 1])"
+            f"group= must be an offbeat.Group or None, not {type(group).__name__}; try: offbeat.Group([0, 1])"
         )
     if group._epoch != runtime.epoch:
         raise InvalidArgument(f"{group} was made before offbeat.shutdown(); make it again after offbeat.init()")
@@ -77,7 +77,7 @@ def member(name: str, rank: int, ranks: Sequence[int]) -> int:
         raise InvalidArgument(f"{name} must be a rank (int), not {rank!r}; ranks are global, from 0") from None
     if number not in ranks:
         known = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else str(list(ranks))
-        raise InvalidArgument(f"{name}={number} is not among the ranks of the group; try one of {known}")
+        raise InvalidArgument(f"{name}={number} is not among the ranks of the group; try: one of {known}")
     return number
 
 
@@ -85,9 +85,9 @@ def _checked(ranks: Iterable[int], world_size: int) -> list[int]:
     try:
         numbers = sorted(operator.index(rank) for rank in ranks)
     except TypeError:
-        raise InvalidArgument(f"ranks must be a list of ints, not {ranks!r}; try offbeat.Group([0, 1])") from None
+        raise InvalidArgument(f"ranks must be a list of ints, not {ranks!r}; try: offbeat.Group([0, 1])") from None
     if not numbers:
-        raise InvalidArgument("a group needs at least one rank; try offbeat.Group([0, 1])")
+        raise InvalidArgument("a group needs at least one rank; try: offbeat.Group([0, 1])")
     if len(set(numbers)) != len(numbers):
         raise InvalidArgument(f"ranks {numbers} has duplicates; name each rank once")
     if numbers[0] < 0 or numbers[-1] >= world_size:

@@ -96,7 +96,7 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
     """
     if not isinstance(tensor, Tensor):
         raise InvalidArgument(
-            f"{name} must be a torch.Tensor, not {type(tensor).__name__}; try torch.as_tensor({name})"
+            f"{name} must be a torch.Tensor, not {type(tensor).__name__}; try: torch.as_tensor({name})"
         )
     if type(tensor).__torch_dispatch__ is not _no_dispatch:
         raise Unsupported(
@@ -114,7 +114,7 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
     if tensor.is_quantized:
         raise Unsupported(f"{name} is quantized ({tensor.dtype}); try {name}.dequantize() or {name}.int_repr()")
     if tensor.is_complex():
-        raise Unsupported(f"{name} is complex ({tensor.dtype}); try torch.view_as_real({name})")
+        raise Unsupported(f"{name} is complex ({tensor.dtype}); try: torch.view_as_real({name})")
     if staged:
         # never the tensor itself: `Tensor.cpu` copies nothing that is there already
         return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
@@ -155,7 +155,7 @@ def readable_list(tensors: Sequence[Tensor], size: int, name: str = "tensors") -
     """A list with one tensor for each rank of the group."""
     if not isinstance(tensors, list | tuple):
         raise InvalidArgument(
-            f"{name} must be a list of tensors, not {type(tensors).__name__}; try list({name}.chunk({size}))"
+            f"{name} must be a list of tensors, not {type(tensors).__name__}; try: list({name}.chunk({size}))"
         )
     if len(tensors) != size:
         raise InvalidArgument(

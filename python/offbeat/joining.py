@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from . import _core, advice, runtime
+from . import _core, advice, agreement, runtime
 from .algorithm import Algorithm
 from .errors import Exhausted, InvalidArgument, PeerFailed, PeerLost
 
@@ -116,6 +116,7 @@ class Turns:
             return
         if _joined:
             raise InvalidArgument("one join() at a time: ranks could not tell whose turn it is; leave the other first")
+        self._compare(member, rules)
         self.joining = _joined = True
         self._rules = rules
         try:
@@ -128,6 +129,17 @@ class Turns:
         finally:
             self.joining = _joined = False
             self.source, self.scale, self._rules = 0, 1.0, Rules()
+
+    @staticmethod
+    def _compare(member: Member, rules: Rules) -> None:
+        """Ranks with different rules would take each other's turns."""
+        if member.has_lost:
+            return
+        try:
+            agreement.compare(member.group, "arguments of join()", [str(rules)], "the same ones on every rank")
+        except (PeerLost, PeerFailed):
+            if not member.lose():
+                raise
 
     @staticmethod
     def _last(member: Member, *, idle: bool) -> int:

@@ -36,7 +36,7 @@ class LocalReplica(replica.Replica):
         if options["check_every"]:
             raise InvalidArgument(
                 f"check_every={options['check_every']} compares the parameters of all ranks, and {algorithm.name} lets "
-                "them differ; try check_every=None, and offbeat.consolidate(model), which says how far they are apart"
+                "them differ; try: check_every=None, and offbeat.consolidate(model), which says how far they are apart"
             )
         # sizes are tried in exchanges of gradients, which there may be none of; replicas that differ have buffers of
         # their own too

@@ -20,7 +20,7 @@ def shared_empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32)
     core = runtime.current()
     shape = _shape(size)
     if not isinstance(dtype, torch.dtype):
-        raise InvalidArgument(f"dtype= must be a torch.dtype, not {dtype!r}; try torch.float32")
+        raise InvalidArgument(f"dtype= must be a torch.dtype, not {dtype!r}; try: torch.float32")
     count = math.prod(shape)
     if count == 0:
         return torch.empty(shape, dtype=dtype)
@@ -60,8 +60,8 @@ def _shape(size: tuple[int | Sequence[int], ...]) -> tuple[int, ...]:
         shape = tuple(operator.index(number) for number in numbers)  # type: ignore[arg-type]
     except TypeError:
         raise InvalidArgument(
-            f"sizes must be ints or one tuple of ints, not {size!r}; try shared_empty(2, 3)"
+            f"sizes must be ints or one tuple of ints, not {size!r}; try: shared_empty(2, 3)"
         ) from None
     if any(number < 0 for number in shape):
-        raise InvalidArgument(f"sizes must not be negative, but are {shape}; try shared_empty(2, 3)")
+        raise InvalidArgument(f"sizes must not be negative, but are {shape}; try: shared_empty(2, 3)")
     return shape

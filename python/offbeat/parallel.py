@@ -119,7 +119,7 @@ class DataParallel(nn.Module):
     def register_comm_hook(self, state: object, hook: object) -> Never:  # noqa: ARG002
         """Refused: what a hook does in DDP, an algorithm does here."""
         raise Unsupported(
-            "a communication hook is made for DDP's buckets; try algorithm=, with one of offbeat.algorithms or with "
+            "a communication hook is made for DDP's buckets; try: algorithm=, with one of offbeat.algorithms or with "
             "steps of your own (docs/algorithms.md)"
         )
 

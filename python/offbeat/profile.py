@@ -44,7 +44,7 @@ class Found:
 def find(given: "str | os.PathLike[str] | None") -> Found | None:
     """The profile to use: given, from OFFBEAT_PROFILE, in the working directory, or in the user's configuration."""
     if given is not None and (not isinstance(given, str | os.PathLike) or not os.fspath(given)):
-        raise InvalidArgument(f"profile= must be the path of a file, not {given!r}; try profile={NAME!r}")
+        raise InvalidArgument(f"profile= must be the path of a file, not {given!r}; try: profile={NAME!r}")
     for value, why in ((given, "profile="), (os.environ.get("OFFBEAT_PROFILE"), "OFFBEAT_PROFILE")):
         if value:
             path = Path(value).absolute()

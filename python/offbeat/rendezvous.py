@@ -154,7 +154,7 @@ def find(store: Store | str | None, rank: int | None, world_size: int | None, ti
     if store is not None:
         if not isinstance(store, Store):
             raise InvalidArgument(
-                f"store= must be a torch.distributed.Store, not {type(store).__name__}; try dist.TCPStore(…)"
+                f"store= must be a torch.distributed.Store, not {type(store).__name__}; try: dist.TCPStore(…)"
             )
         return Place(store, rank, world_size, _address(store))
     missing_names = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]

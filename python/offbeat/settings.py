@@ -40,7 +40,7 @@ def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: in
         try:
             number = operator.index(value)
         except TypeError:
-            raise InvalidArgument(f"{name}= must be an int, not {value!r}; try int({name})") from None
+            raise InvalidArgument(f"{name}= must be an int, not {value!r}; try: int({name})") from None
         source = f"{name}="
     else:
         source = next((v for v in variables if os.environ.get(v)), "")
@@ -73,7 +73,7 @@ def bucket_bytes(value: object, profiled: int | None = None) -> int | Literal["a
         return "auto"
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise InvalidArgument(
-            f'bucket_bytes={value!r} must be a positive number of bytes or "auto"; try bucket_bytes={BUCKET_BYTES}'
+            f'bucket_bytes={value!r} must be a positive number of bytes or "auto"; try: bucket_bytes={BUCKET_BYTES}'
         )
     return value
 
@@ -82,7 +82,7 @@ def check_every(value: object) -> int | None:
     """Once in how many steps the parameters of all ranks are compared; None for never."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
         return value
-    raise InvalidArgument(f"check_every={value!r} must be a positive number of steps; try check_every=100, or None")
+    raise InvalidArgument(f"check_every={value!r} must be a positive number of steps; try: check_every=100, or None")
 
 
 def token(value: str | bytes | None) -> bytes | None:
@@ -92,7 +92,7 @@ def token(value: str | bytes | None) -> bytes | None:
     if value is None:
         return None
     if not isinstance(value, str | bytes):
-        raise InvalidArgument(f"token= must be str or bytes, not {type(value).__name__}; try secrets.token_hex()")
+        raise InvalidArgument(f"token= must be str or bytes, not {type(value).__name__}; try: secrets.token_hex()")
     if not value:
         raise InvalidArgument("token= is empty, which would protect nothing; give a secret, or leave it out")
     # surrogateescape, because that is how os.environ decoded it: all bytes come back as they were set.

@@ -58,7 +58,7 @@ class AllReduce(Step):
             raise InvalidArgument(f'op={self.op!r} makes no gradient; try "mean" or "sum"')
         codec = codecs.resolve(self.codec)
         if self.feedback and codec is None:
-            raise InvalidArgument("feedback without a codec, which would lose nothing; try a codec, or feedback=False")
+            raise InvalidArgument("feedback without a codec, which would lose nothing; try: a codec, or feedback=False")
         check_seed(self.seed)
         check_hierarchical(self.hierarchical)
 
@@ -104,7 +104,7 @@ class Outer(Step):
         if not is_number(self.lr) or not 0 < self.lr < float("inf"):
             raise InvalidArgument(f"an outer learning rate of {self.lr!r}; try 0.7, or 1 for the plain mean")
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
-            raise InvalidArgument(f"an outer momentum of {self.momentum!r}; try a number from 0 to under 1, e.g. 0.9")
+            raise InvalidArgument(f"an outer momentum of {self.momentum!r}; try: a number from 0 to under 1, e.g. 0.9")
 
     def describe(self, _: Sequence[Parameter], /) -> Described:
         return "outer", {"lr": float(self.lr), "momentum": float(self.momentum)}
@@ -173,7 +173,7 @@ class Momentum(Step):
 
     def __post_init__(self) -> None:
         if self.beta is not None and not 0 <= self.beta < 1:
-            raise InvalidArgument(f"beta={self.beta!r}; try a number from 0 to under 1, e.g. 0.9")
+            raise InvalidArgument(f"beta={self.beta!r}; try: a number from 0 to under 1, e.g. 0.9")
 
     def describe(self, parameters: Sequence[Parameter], /) -> Described:
         return "momentum", {"betas": [beta_of(p.settings) if self.beta is None else self.beta for p in parameters]}
@@ -290,10 +290,10 @@ class Apply(Step):
     def __post_init__(self) -> None:
         if not callable(self.function):
             raise InvalidArgument(
-                f"Apply takes a function of a bucket, not {self.function!r}; try one that changes bucket.values"
+                f"Apply takes a function of a bucket, not {self.function!r}; try: one that changes bucket.values"
             )
         if isinstance(self.state, str) or not all(isinstance(name, str) for name in self.state):
-            raise InvalidArgument(f"state={self.state!r}; try a list of names, e.g. state=('momentum',)")
+            raise InvalidArgument(f"state={self.state!r}; try: a list of names, e.g. state=('momentum',)")
 
     def describe(self, _: Sequence[Parameter], /) -> Described:
         def run(
@@ -310,13 +310,13 @@ class Apply(Step):
 def check_seed(seed: object) -> None:
     """Raises unless it is one."""
     if not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidArgument(f"seed={seed!r}; try a number from 0 to 2**64 - 1")
+        raise InvalidArgument(f"seed={seed!r}; try: a number from 0 to 2**64 - 1")
 
 
 def check_peers(peers: object) -> None:
     """Raises unless it is a rule."""
     if peers not in PEERS:
-        raise InvalidArgument(f"peers={peers!r}; try one of {', '.join(map(repr, PEERS))}")
+        raise InvalidArgument(f"peers={peers!r}; try: one of {', '.join(map(repr, PEERS))}")
 
 
 def is_number(value: object) -> bool:

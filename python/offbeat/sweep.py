@@ -74,7 +74,7 @@ class Sweep:
         """Where buckets are on a GPU: the host does not see how long their exchange takes."""
         if self._auto or os.environ.get(VARIABLE):
             raise Unsupported(
-                'bucket_bytes="auto" and `offbeat tune` take times on the host, which does not wait for a GPU; try a '
+                'bucket_bytes="auto" and `offbeat tune` take times on the host, which does not wait for a GPU; try: a '
                 "size, e.g. bucket_bytes=25 * 2**20"
             )
 

@@ -39,7 +39,7 @@ class Sync:
         if self.when == "before_forward" and (self.fragments, self.overlap) != (1, 0):
             raise InvalidArgument(
                 f'fragments={self.fragments}, overlap={self.overlap} with when="before_forward", which exchanges all '
-                'weights at once; try when="after_step"'
+                'weights at once; try: when="after_step"'
             )
 
     @property
@@ -122,20 +122,20 @@ def divide(sizes: Sequence[int], fragments: int, *, cut: Sequence[bool] | None =
 def check_period(every: object, fragments: object = 1, overlap: object = 0) -> None:
     """Raises unless exchanges can follow each other so."""
     if not is_whole(every) or every < 1:
-        raise InvalidArgument(f"every={every!r}; try a whole number of steps from 1 on")
+        raise InvalidArgument(f"every={every!r}; try: a whole number of steps from 1 on")
     if not is_whole(fragments) or fragments < 1:
-        raise InvalidArgument(f"fragments={fragments!r}; try a whole number from 1 on")
+        raise InvalidArgument(f"fragments={fragments!r}; try: a whole number from 1 on")
     if every % fragments:
         raise InvalidArgument(
             f"every={every} is no multiple of fragments={fragments}, so they could not take turns evenly; try "
             f"every={fragments * max(1, round(every / fragments))}"
         )
     if not is_whole(overlap) or overlap < 0:
-        raise InvalidArgument(f"overlap={overlap!r}; try a whole number of steps from 0 on")
+        raise InvalidArgument(f"overlap={overlap!r}; try: a whole number of steps from 0 on")
     if overlap >= every // fragments:
         raise InvalidArgument(
             f"overlap={overlap} is not under every / fragments = {every // fragments}: an exchange would begin before "
-            f"the last has ended; try overlap={every // fragments - 1} or less"
+            f"the last has ended; try: overlap={every // fragments - 1} or less"
         )
 
 

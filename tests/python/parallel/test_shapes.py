@@ -220,7 +220,7 @@ def test_what_cannot_be_sent_says_why(ranks):
             ("different types", offbeat.all_to_all, [ones, torch.ones(3, dtype=torch.int32)]),
             (f"rank {me}|another rank", offbeat.send, ones, me),
             (f"rank {me}|another rank", offbeat.recv, ones, me),
-            ("tag|try tag=0", lambda: offbeat.send(ones, 1 - me, tag=-1)),
+            ("tag|try: tag=0", lambda: offbeat.send(ones, 1 - me, tag=-1)),
             ("offbeat.Group", lambda: offbeat.all_reduce(ones, group=[0, 1])),
             ("duplicates", offbeat.Group, [0, 0]),
             ("leaves the world of 2", offbeat.Group, [1, 2]),

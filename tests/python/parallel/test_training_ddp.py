@@ -54,7 +54,7 @@ def test_arguments_of_ddp(ranks):
             assert torch.equal(model.offset, torch.full((3,), 5.0 if all(options.values()) else 5.0 + me)), options
 
         refused = [
-            ({"device_ids": [me]}, InvalidArgument, f"device_ids=[{me}]|on cpu|try model.to("),
+            ({"device_ids": [me]}, InvalidArgument, f"device_ids=[{me}]|on cpu|try: model.to("),
             ({"output_device": "cuda:0"}, InvalidArgument, "output_device|on cpu|inputs.to("),
             ({"dim": 1}, InvalidArgument, "dim=1|as they are"),
             ({"init_sync": False}, InvalidArgument, "init_sync=False|rank 0"),

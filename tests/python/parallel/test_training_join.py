@@ -193,7 +193,7 @@ def test_what_happens_when_data_runs_out_is_as_in_ddp(ranks):
 
         import offbeat
         from offbeat.algorithms import GradientAllReduce, LocalSGD
-        from offbeat.errors import Exhausted, InvalidArgument
+        from offbeat.errors import Exhausted, InvalidArgument, Mismatch
 
         dist.init_process_group("gloo")
         offbeat.init(timeout=20.0, first_step_timeout=20.0)
@@ -249,7 +249,10 @@ def test_what_happens_when_data_runs_out_is_as_in_ddp(ranks):
         offbeat.DistributedOptimizer(optimizer, model, offbeat.algorithms.AsyncModelAverage())
         with optimizer.join(enable=False):
             pass
-        fails(InvalidArgument, "async|try join()", optimizer.join(throw_on_early_termination=True).__enter__)
+        fails(InvalidArgument, "async|try: join()", optimizer.join(throw_on_early_termination=True).__enter__)
+        offbeat.DistributedOptimizer(optimizer, model)
+        different = optimizer.join(throw_on_early_termination=me == 1)
+        fails(Mismatch, "arguments of join()|rank 1 against rank 0|try: the same ones", different.__enter__)
         offbeat.shutdown()
         dist.destroy_process_group()
 
