@@ -30,6 +30,7 @@ pub mod event;
 pub mod graph;
 pub mod group;
 mod message;
+pub mod momentum;
 mod perform;
 pub mod readiness;
 pub mod reduce;

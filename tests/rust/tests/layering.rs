@@ -21,7 +21,8 @@ const CORE: &[(&str, &[&str])] = &[
     ("event", &["buffer"]),
     ("reduce", &["dtype"]),
     ("codec", &["reduce"]),
-    ("coding", &["codec"]),
+    ("momentum", &[]),
+    ("coding", &["codec", "momentum"]),
     ("graph", &["coding"]),
     ("describe", &["codec", "dtype", "graph"]),
     ("call", &["buffer", "codec", "coding", "describe", "dtype", "graph"]),
@@ -31,7 +32,10 @@ const CORE: &[(&str, &[&str])] = &[
     ("group", &["call", "collective", "config", "event", "perform", "topology"]),
     (
         "algorithm",
-        &["bucket", "buffer", "call", "codec", "coding", "digest", "dtype", "event", "graph", "group", "reduce"],
+        &[
+            "bucket", "buffer", "call", "codec", "coding", "digest", "dtype", "event", "graph", "group", "momentum",
+            "reduce",
+        ],
     ),
     ("scheduler", &["algorithm", "bucket", "buffer", "call", "coding", "dtype", "event", "group", "readiness"]),
     ("background", &["buffer", "codec", "coding", "event", "graph"]),

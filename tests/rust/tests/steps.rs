@@ -131,6 +131,37 @@ fn steps_that_lose_nothing_give_the_mean() {
     }
 }
 
+#[test]
+fn momentum_is_the_same_inside_of_an_exchange_and_beside_it() {
+    // the bits of all results, and of what is kept under each name without the number of its step
+    let run = |layout, steps: Vec<Step>| {
+        spawn(layout, Tuning::default(), move |rank| {
+            let scheduler = start(rank, steps.clone(), 2000).unwrap();
+            let results: Vec<Vec<u32>> = (0..4).map(|number| bits(&round(rank, &scheduler, number))).collect();
+            // a value that is not finite spoils its block, and no momentum
+            let spoiled = round_of(&scheduler, |tensor, at| if (tensor, at) == (2, 5) { f32::NAN } else { 1.0 });
+            let after = bits(&round(rank, &scheduler, 5));
+            let saved = (0..SHAPES.len()).flat_map(|tensor| scheduler.saved(tensor).unwrap());
+            let named = |saved: Saved| {
+                let values = saved.values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+                (saved.name.split_once('.').unwrap().1.to_owned(), values)
+            };
+            (results, spoiled[2][5].is_nan(), after, saved.map(named).collect::<Vec<_>>())
+        })
+    };
+    for layout in [LAYOUTS[1], LAYOUTS[2], LAYOUTS[4]] {
+        for (codec, feedback) in [("onebit", true), ("int4", true), ("minmax8", false)] {
+            let exchange = || all_reduce(Some(codec), feedback);
+            let inside = run(layout, vec![momentum(), exchange(), Step::Gradient]);
+            // a step in between keeps them apart
+            let nothing = Step::Apply { function: Arc::new(Nothing), states: Vec::new() };
+            let beside = run(layout, vec![momentum(), nothing, exchange(), Step::Gradient]);
+            assert!(inside == beside, "{codec} on {layout:?}");
+            assert!(inside.iter().all(|(_, spoiled, ..)| *spoiled));
+        }
+    }
+}
+
 /// What steps keep of an element of a tensor under a name, summed over some ranks.
 fn kept(saved: &[Vec<Vec<Saved>>], ranks: &[usize], name: &str, tensor: usize, at: usize) -> f32 {
     let of = |rank: &usize| {
@@ -277,6 +308,16 @@ fn states_move_when_buckets_change() {
             };
             assert!(run([1, 1, 1]) == run([1 << 20, 3000, 700]), "{} depends on buckets", steps[0].name());
         });
+    }
+}
+
+/// Leaves a bucket as it is.
+#[derive(Debug)]
+struct Nothing;
+
+impl Function for Nothing {
+    fn call(&self, _: &Room<'_>) -> Result<(), Error> {
+        Ok(())
     }
 }
 

@@ -5,13 +5,17 @@
 //! (m' − β·m) / (1 − β): the mean gradient, or the one that makes m' of m if something was lost on the way. So whatever
 //! stands behind it, an optimizer, clipping, a scaled loss, sees a gradient, and an optimizer with this momentum ends with
 //! m' itself. What m is matters to the loss only, never to the result: it may as well begin at zero.
+//!
+//! Where nothing but an encoded all-reduce stands between the two and a rank is alone on its host, that does both on the way
+//! (`Pipeline::fuse`).
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use super::memory::{Keeper, Memory, spans};
 use super::pipeline::{Round, with_floats};
 use crate::bucket::{Bucket, Tensor};
-use crate::{Error, Result};
+use crate::{Error, Result, momentum};
 
 /// The steps `Momentum` and `Gradient` for one bucket.
 pub(super) struct Momentum {
@@ -41,7 +45,7 @@ impl Momentum {
         for (slot, (range, beta)) in self.spans.iter().enumerate() {
             with_floats(round.buffer, range.clone(), |values| {
                 for (value, momentum) in values.iter_mut().zip(memory.slot(slot)) {
-                    *value = beta * *momentum + (1.0 - beta) * *value;
+                    *value = momentum::made(*value, *momentum, *beta);
                 }
             });
         }
@@ -49,14 +53,12 @@ impl Momentum {
 
     pub(super) fn back(&self, round: &Round<'_>, memory: &mut Memory) {
         for (slot, (range, beta)) in self.spans.iter().enumerate() {
-            with_floats(round.buffer, range.clone(), |values| {
-                for (value, momentum) in values.iter_mut().zip(memory.slot(slot)) {
-                    let new = *value;
-                    *value = (new - beta * *momentum) / (1.0 - beta);
-                    // a bad round leaves the momentum as it was
-                    *momentum = if new.is_finite() { new } else { *momentum };
-                }
-            });
+            with_floats(round.buffer, range.clone(), |values| momentum::settle(values, memory.slot(slot), *beta));
         }
+    }
+
+    /// How much of the momentum stays, for each slot.
+    pub(super) fn betas(&self) -> Arc<[f32]> {
+        self.spans.iter().map(|(_, beta)| *beta).collect()
     }
 }

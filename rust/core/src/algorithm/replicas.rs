@@ -86,6 +86,7 @@ impl Replicas {
             blocks: Arc::clone(&self.blocks),
             spans: Arc::clone(&self.spans),
             residuals: None,
+            momentum: None,
             tally: Arc::clone(round.tally),
         });
         let places = self.places();

@@ -18,26 +18,21 @@ pub(super) struct Chunk {
 
 /// How much smaller the last chunks are. When nothing more is to be sent, the wire waits for the last chunk to be summed and
 /// sent back, so that one should be short; if all were, frames would cost more than they carry.
-const TAPER: usize = 8;
+const TAPER: usize = 4;
 
-/// Cuts the data into chunks, alike on every rank: each part into a multiple of `hosts` chunks, owned in turn, and the end
-/// of it into smaller ones.
-pub(super) fn chunks(
-    layout: &Layout,
-    count: usize,
-    size: usize,
-    align: usize,
-    slices: usize,
-    chunk_bytes: usize,
-) -> Vec<Chunk> {
+/// Cuts the data into chunks of at most so many elements, but for alignment, alike on every rank: each part into a multiple
+/// of `hosts` chunks, owned in turn, and the end of it into smaller ones.
+pub(super) fn chunks(layout: &Layout, count: usize, align: usize, slices: usize, most: usize) -> Vec<Chunk> {
     let hosts = layout.hosts.len();
+    // a chunk of less than a block would be nothing for some owners and a block for others, always the same ones
+    let most = most.max(align);
     let mut chunks = Vec::new();
     for part in layout.parts(count, align) {
         let len = part.range.len();
-        let end = (2 * hosts * chunk_bytes / size).next_multiple_of(align).min(len);
+        let end = (2 * hosts * most).next_multiple_of(align).min(len);
         let (body, end) = ((len - end) / align * align, len - (len - end) / align * align);
-        let mut cut_up = |first: usize, len: usize, chunk_bytes: usize| {
-            let ways = (len * size).div_ceil(hosts * chunk_bytes).max(1) * hosts;
+        let mut cut_up = |first: usize, len: usize, most: usize| {
+            let ways = len.div_ceil(hosts * most).max(1) * hosts;
             for at in 0..ways {
                 let range = first + cut(len, ways, at, align)..first + cut(len, ways, at + 1, align);
                 if !range.is_empty() {
@@ -47,9 +42,8 @@ pub(super) fn chunks(
                 }
             }
         };
-        cut_up(part.range.start, body, chunk_bytes);
-        // a chunk of less than a block would be nothing for some owners and a block for others, always the same ones
-        cut_up(part.range.start + body, end, (chunk_bytes / TAPER).max(align * size));
+        cut_up(part.range.start, body, most);
+        cut_up(part.range.start + body, end, (most / TAPER).max(align));
     }
     chunks
 }
@@ -65,7 +59,7 @@ mod tests {
             sizes in proptest::collection::vec(1usize..4, 2..5), count in 1usize..20_000, slices in 1usize..5,
         ) {
             let layout = Layout::of_sizes(&sizes);
-            let plan = chunks(&layout, count, 4, 16, slices, 256);
+            let plan = chunks(&layout, count, 16, slices, 64);
             let mut owned = vec![0; sizes.len()];
             let mut at = 0;
             for chunk in &plan {

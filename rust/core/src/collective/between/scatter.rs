@@ -54,11 +54,14 @@ pub(crate) fn scatter_gather(
     let largest = layout.hosts.iter().map(Vec::len).max().unwrap_or(1);
     let size = buffer.dtype.size();
     let align = coding.as_ref().map_or(1, |coding| coding.codec.block()).max(64 / size);
-    // fewer bytes travel for a chunk that is encoded
-    let chunk = context.tuning.chunk * if coding.is_some() { 4 } else { 1 };
+    // a chunk is so many bytes on the wire: frames of fewer cost both ends, and all between, more than they carry
+    let chunk = match &coding {
+        Some(Coding { codec, .. }) => context.tuning.chunk * codec.block() / codec.encoded_len(codec.block()),
+        None => context.tuning.chunk / size,
+    };
     // slices overlap the sums inside hosts with the wire
     let slices = if largest == 1 { 1 } else { (buffer.bytes() >> 20).clamp(1, 8) };
-    let plan = chunks(layout, buffer.count, size, align, slices, chunk);
+    let plan = chunks(layout, buffer.count, align, slices, chunk);
     let mine = (0..plan.len()).filter(|id| plan[*id].carriers[host] == context.me).collect();
     let mut job = Scatter {
         wire: Wire::new(context, buffer.dtype, op, divisor, coding),

@@ -116,6 +116,10 @@ impl Wire {
             coding.decode(&encoded, range, room);
             coding.tally.compare(values, std::slice::from_raw_parts(decoded.as_ptr().cast::<f32>(), count));
             reduce::seal(decoded.as_mut_ptr(), targets, count, self.dtype, None);
+            // momentum is only there where a rank is alone on its host, and its tensor is f32
+            if let ([target], DType::F32) = (targets, self.dtype) {
+                coding.settle(range, std::slice::from_raw_parts_mut(target.cast::<f32>(), count));
+            }
             Some(encoded)
         }
     }
@@ -133,7 +137,9 @@ impl Wire {
                 return;
             };
             if let ([target], DType::F32) = (targets, self.dtype) {
-                coding.decode(bytes, range, std::slice::from_raw_parts_mut(target.cast::<f32>(), count));
+                let values = std::slice::from_raw_parts_mut(target.cast::<f32>(), count);
+                coding.decode(bytes, range, values);
+                coding.settle(range, values);
                 return;
             }
             let mut acc = context.scratch(count * 4);
