@@ -101,7 +101,7 @@ def refuse_other_than_mean(algorithm: Algorithm) -> None:
     if not are_means or algorithm.every != 1 or algorithm.sync() is not None:
         raise InvalidArgument(
             f"{algorithm} does more than to average gradients, so join(divide_by_initial_world_size=False) cannot "
-            "divide by the ranks that still have data; leave the argument out, or try algorithm='allreduce'"
+            "divide by the ranks that still have data; try: leave the argument out, or algorithm='allreduce'"
         )
 
 

@@ -168,7 +168,7 @@ def contents(tensor: Tensor) -> Tensor:
     """What must be copied to copy the tensor: each place in memory once, in a type that the core can carry."""
     if tensor.layout is not torch.strided:
         raise Unsupported(
-            f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be handed to other ranks; try "
+            f"a tensor of shape {tuple(tensor.shape)} is {tensor.layout}, which cannot be handed to other ranks; try: "
             "to_dense(), or keep it out of the model"
         )
     view = views.reals(tensor)

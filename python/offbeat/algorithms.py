@@ -226,7 +226,7 @@ def resolve(algorithm: Algorithm | str) -> Algorithm:
     if isinstance(algorithm, str):
         return named(algorithm)
     if isinstance(algorithm, type) and issubclass(algorithm, Algorithm):
-        raise InvalidArgument(f"algorithm= got the class {algorithm.__name__}; try {algorithm.__name__}()")
+        raise InvalidArgument(f"algorithm= got the class {algorithm.__name__}; try: {algorithm.__name__}()")
     if not isinstance(algorithm, Algorithm):
         raise InvalidArgument(
             f"algorithm= must be one of offbeat.algorithms or a name, not {algorithm!r}; try: algorithm='allreduce'"

@@ -102,9 +102,9 @@ class AsyncGossip(Background):
         check_period(self.period)
         check_seed(self.seed)
         if self.peers not in ("random", "exponential", "shift_one"):
-            raise InvalidArgument(f"peers={self.peers!r} are no pairs; try 'random', 'exponential' or 'shift_one'")
+            raise InvalidArgument(f"peers={self.peers!r} are no pairs; try: 'random', 'exponential' or 'shift_one'")
         if self.codec not in (None, "modular"):
-            raise InvalidArgument(f"codec={self.codec!r} keeps nothing of its losses in gossip; try 'modular' or None")
+            raise InvalidArgument(f"codec={self.codec!r} keeps nothing of its losses in gossip; try: 'modular' or None")
 
     def method(self) -> tuple[str, dict[str, object]]:
         return "gossip", {"peers": self.peers, "seed": self.seed, "modular": self.codec == "modular"}

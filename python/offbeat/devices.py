@@ -77,7 +77,7 @@ def of(named: Iterable[tuple[str, Tensor]]) -> Device | None:
     if len(places) > 1:
         (first, one), (second, other), *_ = places.items()
         raise Unsupported(
-            f"{one} is on {first} and {other} on {second}, and a rank trains on one device; try "
+            f"{one} is on {first} and {other} on {second}, and a rank trains on one device; try: "
             f"model.to({str(first)!r}) before wrapping, and one process for each GPU"
         )
     (device,) = places or (torch.device("cpu"),)
@@ -94,7 +94,7 @@ def refuse_elsewhere(named: Iterable[tuple[str, Tensor]]) -> None:
     for name, tensor in named:
         if tensor.device.type not in ("cpu", *KINDS):
             raise Unsupported(
-                f"{name} is on {tensor.device}, and this version trains on the CPU and on CUDA devices; try "
+                f"{name} is on {tensor.device}, and this version trains on the CPU and on CUDA devices; try: "
                 "model.cpu() before wrapping (model.to_empty(device='cpu') if it has no values yet)"
             )
 

@@ -93,7 +93,7 @@ def _machine(report: Report) -> None:
         shown = ["unlimited" if limit == resource.RLIM_INFINITY else unit(limit) for limit in (soft, hard)]
         report.machine.append((name, f"{shown[0]} (at most {shown[1]})"))
         if name == "open files" and soft != resource.RLIM_INFINITY and soft < 1024:
-            report.missing.append(f"open files: the limit is {soft}, and each link takes a few; try `ulimit -n 4096`")
+            report.missing.append(f"open files: the limit is {soft}, and each link takes a few; try: `ulimit -n 4096`")
 
 
 def _interfaces(report: Report) -> None:

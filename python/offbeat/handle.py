@@ -106,13 +106,13 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
     staged = is_staged(tensor)
     if not tensor.is_cpu and not staged:
         raise Unsupported(
-            f"{name} is on {tensor.device}, and this version communicates from the CPU and from CUDA devices; try "
+            f"{name} is on {tensor.device}, and this version communicates from the CPU and from CUDA devices; try: "
             f"{name}.cpu()"
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise Unsupported(f"{name} is sparse, nested or opaque ({tensor.layout}); try {name}.to_dense() or its values")
+        raise Unsupported(f"{name} is sparse, nested or opaque ({tensor.layout}); try: {name}.to_dense() or its values")
     if tensor.is_quantized:
-        raise Unsupported(f"{name} is quantized ({tensor.dtype}); try {name}.dequantize() or {name}.int_repr()")
+        raise Unsupported(f"{name} is quantized ({tensor.dtype}); try: {name}.dequantize() or {name}.int_repr()")
     if tensor.is_complex():
         raise Unsupported(f"{name} is complex ({tensor.dtype}); try: torch.view_as_real({name})")
     if staged:
@@ -132,7 +132,7 @@ def writable(tensor: Tensor, name: str = "tensor") -> Tensor:
     flat = readable(tensor, name)
     if flat is not tensor and _overlaps(tensor):
         raise InvalidArgument(
-            f"{name} is expanded or overlaps itself: several of its elements share one place; try {name}.clone()"
+            f"{name} is expanded or overlaps itself: several of its elements share one place; try: {name}.clone()"
         )
     increment_version(tensor)
     return flat

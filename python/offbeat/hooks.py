@@ -156,7 +156,7 @@ class Slot:
         a parameter whose type changes: gradients would silently stay on this rank."""
         if other.layout is not torch.strided:
             raise Unsupported(
-                f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try "
+                f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try: "
                 "nn.Embedding(..., sparse=False), or leave the parameter out of this optimizer and exchange it yourself"
             )
         if (dtype := views.type_of_gradient(other)) is not self.dtype:

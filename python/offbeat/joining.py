@@ -5,7 +5,7 @@ data ask, and do the same with nothing to contribute.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -86,11 +86,7 @@ class Turns:
         # the turn, and for each rank whether it works
         words = torch.zeros(1 + world, dtype=torch.int64)
         words[0], words[1 + runtime.rank()] = int(turn), bool(turn)
-        try:
-            member.group.all_reduce(words, "max", None, False)
-        except (PeerLost, PeerFailed):
-            if not member.lose():
-                raise
+        if not _together(member, lambda: member.group.all_reduce(words, "max", None, False)):
             return turn
         working = words[1:].nonzero().flatten().tolist()
         self.source = working[0] if working else 0
@@ -135,23 +131,27 @@ class Turns:
         """Ranks with different rules would take each other's turns."""
         if member.has_lost:
             return
-        try:
-            agreement.compare(member.group, "arguments of join()", [str(rules)], "the same ones on every rank")
-        except (PeerLost, PeerFailed):
-            if not member.lose():
-                raise
+        what, wanted = "arguments of join()", "the same ones on every rank"
+        _together(member, lambda: agreement.compare(member.group, what, [str(rules)], wanted))
 
     @staticmethod
     def _last(member: Member, *, idle: bool) -> int:
         """The lowest rank that has worked until the end."""
         world = runtime.world_size()
         worked_until_the_end = torch.tensor([0 if idle else world - runtime.rank()])
-        try:
-            member.group.all_reduce(worked_until_the_end, "max", None, False)
-        except (PeerLost, PeerFailed):
-            if not member.lose():
-                raise
+        _together(member, lambda: member.group.all_reduce(worked_until_the_end, "max", None, False))
         return world - int(worked_until_the_end)
+
+
+def _together(member: Member, call: Callable[[], object]) -> bool:
+    """Makes a call of all ranks. False where a rank is lost over it, and the member goes on without that one."""
+    try:
+        call()
+    except (PeerLost, PeerFailed):
+        if not member.lose():
+            raise
+        return False
+    return True
 
 
 def exhausted(ranks: Iterable[int]) -> Exhausted:

@@ -157,7 +157,7 @@ class LowPrecisionDecentralized(Algorithm):
     def __post_init__(self) -> None:
         if self.peers in ("shift_one", "random"):
             raise InvalidArgument(
-                f"peers={self.peers!r} are others in every step, and copies are kept of those that stay; try "
+                f"peers={self.peers!r} are others in every step, and copies are kept of those that stay; try: "
                 '"ring", "exponential" or "all"'
             )
         self.sync()

@@ -143,7 +143,7 @@ def pairs(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
             isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], Tensor)
         ):
             raise InvalidArgument(
-                f"named_parameters= must be pairs of a name and a tensor, not {type(each).__name__}; try "
+                f"named_parameters= must be pairs of a name and a tensor, not {type(each).__name__}; try: "
                 "model.named_parameters(), or [('name', tensor), ...]"
             )
     return listed

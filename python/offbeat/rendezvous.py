@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from queue import Empty, SimpleQueue
@@ -71,16 +71,11 @@ class Adapter:
     def get(self, key: str, wait: float) -> bytes | None:
         # Polls with `check` instead of `Store.wait`: that one holds the connection for all threads, and prints two
         # warnings of torch at each timeout.
-        deadline = time.monotonic() + wait
-        pause = POLL_FIRST
-        while not self._ask(lambda: self._store.check([key])):
+        for _ in _polls(time.monotonic() + wait):
+            if self._ask(lambda: self._store.check([key])):
+                return bytes(self._ask(lambda: self._store.get(key)))
             self.look()
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, POLL_MOST)
-        return bytes(self._ask(lambda: self._store.get(key)))
+        return None
 
     def look(self) -> None:
         """Raises if a rank has ended that had come; looks now and then."""
@@ -143,7 +138,7 @@ def find(store: Store | str | None, rank: int | None, world_size: int | None, ti
         )
     if rank >= world_size:
         raise InvalidArgument(
-            f"rank {rank} is outside a world of {world_size}; ranks count from 0, try rank={world_size - 1}"
+            f"rank {rank} is outside a world of {world_size}; ranks count from 0; try: rank={world_size - 1}"
         )
     if world_size == 1:
         return Place(None, 0, 1, None)
@@ -226,11 +221,9 @@ def after_fork_in_child() -> None:
 
 
 def _gather(store: Adapter, name: str, world_size: int, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
     missing = set(range(1, world_size))
     answered: set[bytes] = {name.encode()}
-    pause = POLL_FIRST
-    while True:
+    for _ in _polls(time.monotonic() + timeout):
         for rank in sorted(missing):
             hello = store.get(f"hello/{rank}", 0.0)
             said, _, about = (hello or b"").partition(b" ")
@@ -243,14 +236,11 @@ def _gather(store: Adapter, name: str, world_size: int, timeout: float) -> None:
         if not missing:
             return
         store.look()
-        if time.monotonic() > deadline:
-            some = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
-            raise Timeout(
-                f"{len(missing)} of {world_size} ranks did not come within {timeout:g} s: {some}; try: check that "
-                "they run and call offbeat.init(), or raise connect_timeout="
-            )
-        time.sleep(pause)
-        pause = min(pause * 1.5, POLL_MOST)
+    some = ", ".join(map(str, sorted(missing)[:8])) + (", …" if len(missing) > 8 else "")
+    raise Timeout(
+        f"{len(missing)} of {world_size} ranks did not come within {timeout:g} s: {some}; try: check that they run and "
+        "call offbeat.init(), or raise connect_timeout="
+    )
 
 
 def _of_default_group(rank: int | None, world_size: int | None) -> Place:
@@ -319,17 +309,24 @@ def _connect(rank: int, timeout: float) -> Store:
 
 
 def _await_listener(address: str, port: int, deadline: float) -> None:
-    pause = POLL_FIRST
-    while True:
-        left = deadline - time.monotonic()
+    for left in _polls(deadline):
         try:
             socket.create_connection((address, port), timeout=max(0.1, min(left, 5.0))).close()
+            return
         except OSError as error:
             if left <= 0:
                 raise TimeoutError(_first_line(error)) from error
-        else:
+
+
+def _polls(deadline: float) -> Iterator[float]:
+    """Gives the seconds that are left: at once, after pauses that grow, and a last time at the deadline."""
+    pause = POLL_FIRST
+    while True:
+        left = deadline - time.monotonic()
+        yield left
+        if left <= 0:
             return
-        time.sleep(pause)
+        time.sleep(min(pause, left))
         pause = min(pause * 1.5, POLL_MOST)
 
 

@@ -27,10 +27,12 @@ def seconds(name: str, value: float) -> float:
         try:
             given = float(text)
         except ValueError:
-            raise InvalidArgument(f"{variable}={text!r} is not a number of seconds; try {variable}={value:g}") from None
+            raise InvalidArgument(
+                f"{variable}={text!r} is not a number of seconds; try: {variable}={value:g}"
+            ) from None
     number = isinstance(given, int | float) and not isinstance(given, bool)
     if not number or not math.isfinite(given) or given <= 0:
-        raise InvalidArgument(f"{source} must be a positive, finite number of seconds, not {given!r}; try 60")
+        raise InvalidArgument(f"{source} must be a positive, finite number of seconds, not {given!r}; try: 60")
     return float(given)
 
 
@@ -120,5 +122,5 @@ def metrics(rank: int) -> Path | None:
     except OSError as error:
         problem = f"cannot be written ({error.strerror})"
     if problem is not None:
-        raise InvalidArgument(f"OFFBEAT_METRICS={text!r} {problem}; try OFFBEAT_METRICS=/tmp/offbeat-{{rank}}.prom")
+        raise InvalidArgument(f"OFFBEAT_METRICS={text!r} {problem}; try: OFFBEAT_METRICS=/tmp/offbeat-{{rank}}.prom")
     return path

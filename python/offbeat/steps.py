@@ -55,7 +55,7 @@ class AllReduce(Step):
 
     def __post_init__(self) -> None:
         if self.op not in ("mean", "sum"):
-            raise InvalidArgument(f'op={self.op!r} makes no gradient; try "mean" or "sum"')
+            raise InvalidArgument(f'op={self.op!r} makes no gradient; try: "mean" or "sum"')
         codec = codecs.resolve(self.codec)
         if self.feedback and codec is None:
             raise InvalidArgument("feedback without a codec, which would lose nothing; try: a codec, or feedback=False")
@@ -102,7 +102,7 @@ class Outer(Step):
 
     def __post_init__(self) -> None:
         if not is_number(self.lr) or not 0 < self.lr < float("inf"):
-            raise InvalidArgument(f"an outer learning rate of {self.lr!r}; try 0.7, or 1 for the plain mean")
+            raise InvalidArgument(f"an outer learning rate of {self.lr!r}; try: 0.7, or 1 for the plain mean")
         if not is_number(self.momentum) or not 0 <= self.momentum < 1:
             raise InvalidArgument(f"an outer momentum of {self.momentum!r}; try: a number from 0 to under 1, e.g. 0.9")
 
@@ -152,7 +152,7 @@ class Replicas(Step):
         codecs.resolve(self.codec)
         check_seed(self.seed)
         if self.gamma is not None and not (is_number(self.gamma) and 0 < self.gamma <= 1):
-            raise InvalidArgument(f"gamma={self.gamma!r} is not over 0 and up to 1; try 0.5")
+            raise InvalidArgument(f"gamma={self.gamma!r} is not over 0 and up to 1; try: 0.5")
 
     def describe(self, _: Sequence[Parameter], /) -> Described:
         codec = codecs.resolve(self.codec)
@@ -209,7 +209,7 @@ class Select(Step):
 
     def __post_init__(self) -> None:
         if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
-            raise InvalidArgument(f"ratio={self.ratio!r} is not over 0 and up to 1; try 0.01")
+            raise InvalidArgument(f"ratio={self.ratio!r} is not over 0 and up to 1; try: 0.01")
         check_hierarchical(self.hierarchical)
 
     def describe(self, _: Sequence[Parameter], /) -> Described:
@@ -234,9 +234,9 @@ class LowRank(Step):
 
     def __post_init__(self) -> None:
         if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= 1024:
-            raise InvalidArgument(f"rank={self.rank!r} is not a whole number from 1 to 1024; try 4")
+            raise InvalidArgument(f"rank={self.rank!r} is not a whole number from 1 to 1024; try: 4")
         if not 0 <= self.least <= 1e6:
-            raise InvalidArgument(f"least={self.least!r} is no rate of compression; try 2, or 0 for every matrix")
+            raise InvalidArgument(f"least={self.least!r} is no rate of compression; try: 2, or 0 for every matrix")
         check_seed(self.seed)
         check_hierarchical(self.hierarchical)
 
@@ -327,7 +327,7 @@ def is_number(value: object) -> bool:
 def check_hierarchical(hierarchical: object) -> None:
     """Raises unless it is a choice."""
     if hierarchical not in (True, False, "auto"):
-        raise InvalidArgument(f'hierarchical={hierarchical!r}; try "auto", True or False')
+        raise InvalidArgument(f'hierarchical={hierarchical!r}; try: "auto", True or False')
 
 
 __all__ = [

@@ -114,7 +114,7 @@ def divide(sizes: Sequence[int], fragments: int, *, cut: Sequence[bool] | None =
     if not all(parts):
         filled = sum(map(bool, parts))
         raise InvalidArgument(
-            f"fragments={fragments} of {len(sizes)} parameters, which are not enough to divide; try {filled}"
+            f"fragments={fragments} of {len(sizes)} parameters, which are not enough to divide; try: {filled}"
         )
     return [sorted(part) for part in parts]
 
@@ -127,7 +127,7 @@ def check_period(every: object, fragments: object = 1, overlap: object = 0) -> N
         raise InvalidArgument(f"fragments={fragments!r}; try: a whole number from 1 on")
     if every % fragments:
         raise InvalidArgument(
-            f"every={every} is no multiple of fragments={fragments}, so they could not take turns evenly; try "
+            f"every={every} is no multiple of fragments={fragments}, so they could not take turns evenly; try: "
             f"every={fragments * max(1, round(every / fragments))}"
         )
     if not is_whole(overlap) or overlap < 0:

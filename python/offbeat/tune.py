@@ -97,7 +97,7 @@ class Outcome:
             )
         if self.alone:
             return (
-                "the script ran as a world of one, where nothing is exchanged; try --nproc-per-node 2, and "
+                "the script ran as a world of one, where nothing is exchanged; try: --nproc-per-node 2, and "
                 "offbeat.init() without rank= and world_size="
             )
         return (
@@ -128,9 +128,9 @@ def prepare(options: Options) -> tuple[list[str], sweep.Request]:
     if shutil.which(options.command[0]) is None:
         raise InvalidArgument(f"there is no command {options.command[0]!r}; try: offbeat tune -- python train.py")
     if options.nproc is not None and options.nproc < 2:
-        raise InvalidArgument("one process exchanges nothing; try --nproc-per-node 2")
+        raise InvalidArgument("one process exchanges nothing; try: --nproc-per-node 2")
     if options.steps < 1:
-        raise InvalidArgument("--steps must be at least 1; try --steps 10")
+        raise InvalidArgument("--steps must be at least 1; try: --steps 10")
     if options.png is not None and not can_draw():
         raise InvalidArgument("--png needs matplotlib; try: pip install 'offbeat[plot]', or leave it out")
     for path in filter(None, (options.output, options.png)):

@@ -116,7 +116,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG]?)(?:I?B)?", text.strip().upper())
     size = float(match[1]) * UNITS[match[2]] if match else 0.0
     if not 1 <= size < 1 << 50 or size != int(size):
-        raise InvalidArgument(f"{text!r} is not a size; try 256K, 4M, or a whole number of bytes")
+        raise InvalidArgument(f"{text!r} is not a size; try: 256K, 4M, or a whole number of bytes")
     return int(size)
 
 
@@ -124,5 +124,5 @@ def parse_sizes(text: str) -> list[int]:
     """Sizes with commas between them."""
     sizes = [parse_size(part) for part in text.split(",") if part.strip()]
     if not sizes:
-        raise InvalidArgument(f"{text!r} names no size; try 256K,1M,4M")
+        raise InvalidArgument(f"{text!r} names no size; try: 256K,1M,4M")
     return list(dict.fromkeys(sizes))

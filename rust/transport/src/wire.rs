@@ -56,10 +56,10 @@ pub(crate) struct Gauge {
 impl Gauge {
     /// Prepares one of a link's streams for a slow wire that so many links share; `None` where there is nothing to see.
     pub(crate) fn new(socket: &Socket, streams: usize, links: usize) -> Option<Self> {
-        let (before, control) = (socket.counted()?, socket.control()?);
         if !is_bounded(streams) {
             return None;
         }
+        let (before, control) = (socket.counted()?, socket.control()?);
         socket.bound(send_buffer(streams, links, false));
         socket.grow_by(b"reno");
         Some(Gauge { streams, links, written: 0, before, control })

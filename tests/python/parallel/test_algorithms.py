@@ -267,7 +267,7 @@ def test_bad_input_is_told_when_it_is_made(ranks):
             fails(wrong, "Adam|got SGD|try", offbeat.DistributedOptimizer, sgd, model, name)
             fails(wrong, "Adam|no optimizer|try", offbeat.DataParallel, model, algorithm=name)
         fails(wrong, "no algorithm 'bytegrat'|'bytegrad'|'topk'", offbeat.DistributedOptimizer, sgd, model, "bytegrat")
-        fails(wrong, "try TopK()", offbeat.DistributedOptimizer, sgd, model, algorithms.TopK)
+        fails(wrong, "try: TopK()", offbeat.DistributedOptimizer, sgd, model, algorithms.TopK)
         double = torch.nn.Linear(3, 3).double()
         optimizer = torch.optim.SGD(double.parameters(), lr=0.1)
         if offbeat.world_size() > 1:

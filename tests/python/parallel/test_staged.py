@@ -84,7 +84,7 @@ def elsewhere():
     import offbeat
 
     offbeat.init(timeout=20.0)
-    words = "on meta|from the CPU and from CUDA devices|try tensor.cpu"
+    words = "on meta|from the CPU and from CUDA devices|try: tensor.cpu"
     fails(offbeat.errors.Unsupported, words, offbeat.all_reduce, torch.empty(3, device="meta"))
     offbeat.shutdown()
 

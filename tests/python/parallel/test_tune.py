@@ -243,7 +243,7 @@ def test_a_world_of_one_has_nothing_to_tune(tune):
     [
         ([], [], "no command"),
         ([], ["no-such-program"], "no-such-program"),
-        (["--nproc-per-node", "1"], ["true"], "try --nproc-per-node 2"),
+        (["--nproc-per-node", "1"], ["true"], "try: --nproc-per-node 2"),
         (["--nproc-per-node", "2"], ["torchrun", "train.py"], "give it to the launcher"),
         (["--steps", "0"], ["true"], "--steps"),
         (["--sizes", "many"], ["true"], "'many'"),
