@@ -61,6 +61,8 @@ class BackgroundReplica:
         self._core: _core.Background | None = None
         # Whether the thread runs, and whether the snapshot is what exchanges begin with.
         self._started = self._seeded = self._paused = False
+        # Whether the pause is that of a checkpoint, which the next step ends.
+        self._stands_in = False
         # Whether this rank takes part no more.
         self._left = False
         # Rounds that were made before a checkpoint, and those that were dropped.
@@ -149,6 +151,7 @@ class BackgroundReplica:
     def step_begins(self) -> None:
         """Before the optimizer's step. What is there before the first one is what exchanges begin with: a checkpoint
         of the model may have been loaded after one of the optimizer."""
+        self._end_stand_in()
         self._seed()
 
     def _seed(self) -> None:
@@ -198,6 +201,7 @@ class BackgroundReplica:
 
     def drain(self) -> None:
         """Waits for the round under way, if there is one, and adds what came of it."""
+        self._end_stand_in()
         snapshots = self._snapshots
         if snapshots is None or not self._started or self._paused:
             return
@@ -211,7 +215,7 @@ class BackgroundReplica:
         """Leaves the parameters alone until `resume`. Meanwhile a copy stands for the model in rounds of others;
         what comes of these is added after."""
         snapshots, was_paused = self._snapshots, self._paused
-        self._paused = True
+        self._paused, self._stands_in = True, False
         if snapshots is None or was_paused:
             return
         core, held = snapshots.core, False
@@ -227,9 +231,20 @@ class BackgroundReplica:
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        self._paused = False
+        self._paused = self._stands_in = False
         if self._core is not None:
             self._core.resume()
+
+    def _stand_in(self) -> None:
+        """Lets a copy stand for the model until the next step: whoever has saved may wait for the other ranks to do so,
+        and one of these for a round with it. Where staleness is bounded they wait for its steps instead."""
+        if self._started and not self._paused and self.staleness is None:
+            self.pause()
+            self._stands_in = True
+
+    def _end_stand_in(self) -> None:
+        if self._stands_in:
+            self.resume()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -327,6 +342,7 @@ class BackgroundReplica:
             self._snapshots.copy()
         number, living, kept = resuming.save(self._core, self._names())
         rounds, dropped, *_ = self._core.progress()
+        self._stand_in()
         return state | {
             # who is gone has no part in what is kept
             "world_size": living,

@@ -31,7 +31,7 @@ class LocalReplica(replica.Replica):
         if optimizer is None:
             raise InvalidArgument(
                 f"{algorithm.name} exchanges weights when the optimizer has made its steps, and there is no optimizer; "
-                "try offbeat.DistributedOptimizer(optimizer, model, ...)"
+                "try: offbeat.DistributedOptimizer(optimizer, model, ...)"
             )
         if options["check_every"]:
             raise InvalidArgument(

@@ -227,3 +227,67 @@ def test_consolidating_ends_rounds_that_some_ranks_are_in(ranks, name):
         # a round that cannot be ended would be waited for for 5 s
         assert facts["longest"] < 4.0, facts
         assert facts["syncs"] > 0, facts
+
+
+@pytest.mark.parametrize("name", ["AsyncModelAverage(period=0)", "AsyncGossip(period=0)"])
+def test_who_has_saved_keeps_nobody_waiting(ranks, name):
+    """A rank that has saved makes no step until all have; rounds of the others need it. Its weights stay as they were
+    saved until its next step, and what came meanwhile is added then: the sum of all ranks' weights stays."""
+
+    def script():
+        import sys
+        import time
+
+        import torch
+
+        import offbeat
+
+        offbeat.init(timeout=20.0)
+        model = torch.nn.Linear(40, 30)
+        algorithm = eval(sys.argv[1], vars(offbeat.algorithms))
+        optimizer = offbeat.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model, algorithm)
+
+        def step():
+            model(torch.ones(2, 40)).sum().backward()
+            optimizer.step()
+
+        def total():
+            weight = model.weight.detach().double()
+            offbeat.all_reduce(weight)
+            return weight
+
+        def syncs():
+            return offbeat.stats()["models"][0]["syncs"]
+
+        step()
+        with torch.no_grad():
+            model.weight += torch.linspace(-1, 1, 1200).view(30, 40) * (offbeat.rank() + 1)
+        before = total()
+        for _ in range(5):
+            if offbeat.rank() == 1:
+                optimizer.state_dict()
+                saved = model.weight.clone()
+                offbeat.barrier()
+                offbeat.barrier()
+                assert torch.equal(model.weight, saved)
+            else:
+                offbeat.barrier()
+                first = syncs()
+                # more than the round that may have been under way
+                while syncs() < first + 3:
+                    step()
+                offbeat.barrier()
+                optimizer.state_dict()
+            step()
+        # all that is under way ends, and is added
+        optimizer.pause()
+        offbeat.barrier()
+        rounds = -1
+        while rounds != (rounds := sum(offbeat.all_gather_object(syncs()))):
+            time.sleep(0.2)
+        optimizer.resume()
+        optimizer._offbeat.replica.drain()
+        assert float((total() - before).abs().max()) < 1e-4
+        offbeat.shutdown()
+
+    ranks(script, 2, args=[name], per_rank=lambda rank: {"OFFBEAT_HOST": "ab"[rank]})
