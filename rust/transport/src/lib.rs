@@ -30,6 +30,7 @@ pub mod rendezvous;
 pub mod roster;
 pub mod shm;
 mod socket;
+mod strangers;
 mod tcp;
 pub mod trace;
 pub mod watchdog;

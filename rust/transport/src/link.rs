@@ -20,6 +20,9 @@ use crate::socket::{Socket, mouthful};
 use crate::trace::{self, Recorder, Span, What};
 use crate::wire::Gauge;
 
+/// Why a rank is lost whose host answers nothing.
+const SILENT: &str = "nothing comes from its host any more (host down or cable cut?)";
+
 /// What the tasks of all links share.
 pub(crate) struct Hub {
     pub(crate) roster: Roster,
@@ -172,22 +175,10 @@ async fn write_stream(
 }
 
 async fn read_stream(socket: Arc<Socket>, hub: Arc<Hub>, peer: u32, number: usize, received: Arc<AtomicU64>) {
-    let end = loop {
-        match read_frame(&socket, &hub, peer, &received).await {
-            Ok(true) => {}
-            Ok(false) => break "its connection closed without a goodbye (killed or crashed?)".to_owned(),
-            Err(End::Io(error)) if error.kind() == ErrorKind::TimedOut => {
-                break "nothing comes from its host any more (host down or cable cut?)".to_owned();
-            }
-            Err(End::Io(error)) => break format!("its connection broke: {error}"),
-            Err(End::Bad(error)) => {
-                let card = hub.roster.card(peer);
-                let story =
-                    format!("{} sent a bad frame: {}; try: the same offbeat on every host", card.name(), error.message);
-                hub.roster.failed(peer, Error::of_rank(Kind::BadFrame, peer, &card.host, story));
-                break "it sent a bad frame".to_owned();
-            }
-        }
+    let end = tokio::select! {
+        biased;
+        end = read_frames(&socket, &hub, peer, &received) => end,
+        () = socket.silence() => SILENT.to_owned(),
     };
     hub.roster.stream_ended(peer);
     if number > 0 {
@@ -196,6 +187,25 @@ async fn read_stream(socket: Arc<Socket>, hub: Arc<Hub>, peer: u32, number: usiz
     }
     if !hub.roster.is_accounted_for(peer) {
         hub.roster.lost(peer, &end);
+    }
+}
+
+/// Reads frames until the stream ends, and gives why.
+async fn read_frames(socket: &Socket, hub: &Hub, peer: u32, received: &AtomicU64) -> String {
+    loop {
+        match read_frame(socket, hub, peer, received).await {
+            Ok(true) => {}
+            Ok(false) => return "its connection closed without a goodbye (killed or crashed?)".to_owned(),
+            Err(End::Io(error)) if error.kind() == ErrorKind::TimedOut => return SILENT.to_owned(),
+            Err(End::Io(error)) => return format!("its connection broke: {error}"),
+            Err(End::Bad(error)) => {
+                let card = hub.roster.card(peer);
+                let story =
+                    format!("{} sent a bad frame: {}; try: the same offbeat on every host", card.name(), error.message);
+                hub.roster.failed(peer, Error::of_rank(Kind::BadFrame, peer, &card.host, story));
+                return "it sent a bad frame".to_owned();
+            }
+        }
     }
 }
 

@@ -28,6 +28,14 @@ pub(crate) fn mouthful(length: usize, left: usize) -> usize {
     if length > SHORT { left.min(MOUTHFUL) } else { 1 }
 }
 
+/// So often a stream is looked at while its peer's host may stay silent.
+const LOOKS: u32 = 8;
+
+/// Whether a host has been silent for too long, but for the looks that it takes to be sure.
+fn is_silent(unanswered: Unanswered, patience: Duration) -> bool {
+    unanswered.waits && unanswered.since >= patience - 2 * (patience / LOOKS)
+}
+
 /// What the kernel has counted of a stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Counted {
@@ -37,11 +45,22 @@ pub(crate) struct Counted {
     pub(crate) busy: Duration,
 }
 
+/// How long the other end has left bytes of ours unanswered.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Unanswered {
+    /// Whether bytes, or probes of a peer that takes no bytes now, wait for an acknowledgement.
+    pub(crate) waits: bool,
+    /// For how long no acknowledgement has come.
+    pub(crate) since: Duration,
+}
+
 /// A connected stream. Field order matters: the registration goes before the descriptor is closed.
 #[derive(Debug)]
 pub(crate) struct Socket {
     _registered: ClosedInChild,
     stream: Stream,
+    /// How long the peer's host may stay silent.
+    patience: Duration,
     /// How many bytes wake the reader.
     #[cfg(target_os = "linux")]
     wakes: AtomicI32,
@@ -76,27 +95,54 @@ macro_rules! when_ready {
 }
 
 impl Socket {
-    fn new(descriptor: RawFd, stream: Stream) -> Self {
+    fn new(descriptor: RawFd, stream: Stream, patience: Duration) -> Self {
         Socket {
             _registered: ClosedInChild::new(descriptor),
             stream,
+            patience,
             #[cfg(target_os = "linux")]
             wakes: AtomicI32::new(1),
         }
     }
 
-    /// A TCP stream that notices within about `patience` that the peer's host or the cable is gone. The peer's kernel
-    /// answers for a process that is merely slow, so a slow rank is not taken for a dead one.
+    /// A TCP stream that notices within about `patience` that the peer's host or the cable is gone: by keepalive while
+    /// nothing is under way, else by [`Socket::silence`]. The peer's kernel answers for a process that is merely slow, or
+    /// stopped, so that is not taken for a dead one.
     pub(crate) fn tcp(stream: TcpStream, patience: Duration) -> io::Result<Self> {
         stream.set_nodelay(true)?;
         let socket = SockRef::from(&stream);
         let probe = (patience / 4).max(Duration::from_secs(1));
         socket.set_tcp_keepalive(&TcpKeepalive::new().with_time(probe).with_interval(probe).with_retries(3))?;
-        #[cfg(target_os = "linux")]
-        socket.set_tcp_user_timeout(Some(patience.max(Duration::from_secs(2))))?;
-        let socket = Socket::new(stream.as_raw_fd(), Stream::Tcp(stream));
+        let socket = Socket::new(stream.as_raw_fd(), Stream::Tcp(stream), patience.max(Duration::from_secs(2)));
         socket.pace();
         Ok(socket)
+    }
+
+    /// Comes back when the peer's host has left bytes unanswered for about as long as it may, and never if it does not.
+    ///
+    /// The kernel's own `TCP_USER_TIMEOUT` would not do: it also gives a peer up whose kernel answers but whose process takes
+    /// nothing, because it is stopped or computes.
+    pub(crate) async fn silence(&self) {
+        let mut was_silent = false;
+        while let Some(unanswered) = self.unanswered() {
+            let is_silent = is_silent(unanswered, self.patience);
+            // twice: after a rest the first bytes wait for their acknowledgement, and the last one is long ago
+            if is_silent && was_silent {
+                return self.abort();
+            }
+            was_silent = is_silent;
+            tokio::time::sleep(self.patience / LOOKS).await;
+        }
+        std::future::pending().await
+    }
+
+    /// Nothing is read or written any more.
+    fn abort(&self) {
+        if let Stream::Tcp(stream) = &self.stream
+            && let Err(error) = SockRef::from(stream).shutdown(std::net::Shutdown::Both)
+        {
+            log::debug!("shutting a silent stream down: {error}");
+        }
     }
 
     /// Has the kernel send evenly, at its own estimate of what the path carries, and not in bursts as acknowledgements come.
@@ -172,7 +218,7 @@ impl Socket {
 
     /// A Unix stream.
     pub(crate) fn unix(stream: UnixStream) -> Self {
-        Socket::new(stream.as_raw_fd(), Stream::Unix(stream))
+        Socket::new(stream.as_raw_fd(), Stream::Unix(stream), Duration::MAX)
     }
 
     /// The Unix stream inside, to pass descriptors over.
@@ -212,6 +258,14 @@ impl Socket {
         Some(Counted { acked: info.tcpi_bytes_acked, busy: Duration::from_micros(info.tcpi_busy_time) })
     }
 
+    /// What waits for an acknowledgement, and for how long none has come.
+    #[cfg(target_os = "linux")]
+    fn unanswered(&self) -> Option<Unanswered> {
+        let info = self.info()?;
+        let waits = info.tcpi_unacked > 0 || info.tcpi_probes > 0;
+        Some(Unanswered { waits, since: Duration::from_millis(u64::from(info.tcpi_last_ack_recv)) })
+    }
+
     #[cfg(target_os = "linux")]
     fn info(&self) -> Option<libc::tcp_info> {
         let Stream::Tcp(stream) = &self.stream else { return None };
@@ -224,6 +278,11 @@ impl Socket {
             libc::getsockopt(stream.as_raw_fd(), libc::IPPROTO_TCP, libc::TCP_INFO, info, &raw mut len)
         };
         (result == 0).then_some(info)
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn unanswered(&self) -> Option<Unanswered> {
+        None
     }
 
     #[cfg(not(target_os = "linux"))]
@@ -309,6 +368,32 @@ mod tests {
         assert_eq!(socket.control().unwrap(), b"reno");
         assert!(socket.round_trip().unwrap() > Duration::ZERO);
         assert_eq!(socket.counted().unwrap().acked, 1, "the handshake alone");
+    }
+
+    #[test]
+    fn a_host_is_silent_that_leaves_bytes_unanswered() {
+        let patience = Duration::from_secs(8);
+        let of = |waits, seconds| is_silent(Unanswered { waits, since: Duration::from_secs(seconds) }, patience);
+        assert!(of(true, 6) && of(true, 100));
+        assert!(!of(true, 5), "not for long enough");
+        assert!(!of(false, 100), "there is nothing to answer");
+    }
+
+    #[cfg(target_os = "linux")]
+    #[tokio::test]
+    async fn a_peer_that_takes_nothing_is_not_silent() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let (ours, theirs) = tokio::join!(TcpStream::connect(listener.local_addr().unwrap()), listener.accept());
+        let socket = Socket::tcp(ours.unwrap(), Duration::from_secs(2)).unwrap();
+        let (fill, kept) = (vec![0; 1 << 20], theirs.unwrap());
+        let write = async {
+            loop {
+                socket.write_all(&fill).await.unwrap();
+            }
+        };
+        let time = tokio::time::sleep(Duration::from_secs(5));
+        tokio::select! { () = write => {}, () = socket.silence() => panic!("its kernel answers"), () = time => {} }
+        drop(kept);
     }
 
     #[test]

@@ -1,6 +1,5 @@
 //! Listening and dialing: proven connections, over whichever address works first.
 
-use std::collections::VecDeque;
 use std::io::ErrorKind;
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::os::fd::AsRawFd;
@@ -10,7 +9,7 @@ use std::time::{Duration, Instant};
 use socket2::{Domain, Protocol, Type};
 use tokio::net::{TcpListener, TcpStream, UnixListener};
 use tokio::sync::mpsc;
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::address::plain;
@@ -20,11 +19,10 @@ use crate::handshake::{self, Intro, KEPT, Purpose, Token, WELCOME};
 use crate::shm::arena::Arena;
 use crate::shm::attach::{self, Neighbour};
 use crate::socket::Socket;
+use crate::strangers::{Complaints, Strangers};
 
 /// A stranger gets this long to prove itself.
 const PROOF_TIME: Duration = Duration::from_secs(10);
-/// Unproven connections at one time; for more the oldest go.
-const STRANGERS: usize = 256;
 /// The next address is tried when this one has not answered for so long.
 const STAGGER: Duration = Duration::from_millis(250);
 /// So often in a row a rank must refuse to count as lost: a firewall may do so for a moment, too.
@@ -72,15 +70,17 @@ pub(crate) fn listen() -> Result<(u16, TcpListener)> {
 /// Lets proven dialers in for ever; strangers are logged and dropped.
 pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
     let _registered = ClosedInChild::new(listener.as_raw_fd());
-    let mut strangers = Strangers::default();
+    let (mut strangers, complaints) = (Strangers::default(), Arc::new(Complaints::default()));
     loop {
         match listener.accept().await {
             Ok((stream, address)) => match Socket::tcp(stream, door.patience) {
-                Ok(socket) => admit(socket, plain(address).to_string(), &door, &mut strangers, &arrivals),
+                Ok(socket) => {
+                    admit(socket, plain(address).to_string(), &door, (&mut strangers, &complaints), &arrivals)
+                }
                 Err(error) => log::debug!("a connection from {} went away: {error}", plain(address)),
             },
             Err(error) => {
-                log::warn!("cannot accept connections: {error}; try: ulimit -n");
+                complaints.warn(&format!("cannot accept connections: {error}; try: ulimit -n"));
                 sleep(Duration::from_millis(100)).await;
             }
         }
@@ -90,38 +90,21 @@ pub(crate) async fn accept_tcp(listener: TcpListener, door: Door, arrivals: mpsc
 /// As [`accept_tcp`], for the abstract Unix socket.
 pub(crate) async fn accept_unix(listener: UnixListener, door: Door, arrivals: mpsc::UnboundedSender<Arrival>) {
     let _registered = ClosedInChild::new(listener.as_raw_fd());
-    let mut strangers = Strangers::default();
+    let (mut strangers, complaints) = (Strangers::default(), Arc::new(Complaints::default()));
     loop {
         match listener.accept().await {
-            Ok((stream, _)) => {
-                admit(Socket::unix(stream), "a local process".to_owned(), &door, &mut strangers, &arrivals)
-            }
+            Ok((stream, _)) => admit(
+                Socket::unix(stream),
+                "a local process".to_owned(),
+                &door,
+                (&mut strangers, &complaints),
+                &arrivals,
+            ),
             Err(error) => {
-                log::warn!("cannot accept local connections: {error}; try: ulimit -n");
+                complaints.warn(&format!("cannot accept local connections: {error}; try: ulimit -n"));
                 sleep(Duration::from_millis(100)).await;
             }
         }
-    }
-}
-
-/// Connections that have proven nothing yet, in the order in which they came.
-///
-/// A rank proves itself within a few round trips, so among too many it is the oldest that are not ranks: a newcomer that
-/// was turned away might be one, and a crowd that says nothing would keep the world from linking.
-#[derive(Default)]
-struct Strangers(VecDeque<AbortHandle>);
-
-impl Strangers {
-    /// Makes room for one more; whether somebody had to go for that.
-    fn make_room(&mut self) -> bool {
-        if self.0.len() >= STRANGERS {
-            self.0.retain(|stranger| !stranger.is_finished());
-        }
-        let crowded = self.0.len() >= STRANGERS;
-        if crowded && let Some(oldest) = self.0.pop_front() {
-            oldest.abort();
-        }
-        crowded
     }
 }
 
@@ -129,13 +112,13 @@ fn admit(
     socket: Socket,
     address: String,
     door: &Door,
-    strangers: &mut Strangers,
+    (strangers, complaints): (&mut Strangers, &Arc<Complaints>),
     arrivals: &mpsc::UnboundedSender<Arrival>,
 ) {
     if strangers.make_room() {
-        log::warn!("dropped a connection for one from {address}: too many that have proven nothing");
+        complaints.warn(&format!("dropped a connection for one from {address}: too many that have proven nothing"));
     }
-    let (door, arrivals) = (door.clone(), arrivals.clone());
+    let (door, arrivals, complaints) = (door.clone(), arrivals.clone(), Arc::clone(complaints));
     let proof = tokio::spawn(async move {
         match timeout(PROOF_TIME, greet(&socket, &door)).await {
             Ok(Ok((intro, neighbour))) => {
@@ -143,11 +126,13 @@ fn admit(
                 let _ = arrivals.send(Arrival { intro, socket, neighbour });
             }
             Ok(Err(error)) if error.kind == Kind::PeerLost => log::debug!("{address} looked in: {}", error.message),
-            Ok(Err(error)) => log::warn!("dropped a connection from {address}: {}", error.message),
-            Err(_) => log::warn!("dropped a connection from {address}: it said too little for {PROOF_TIME:?}"),
+            Ok(Err(error)) => complaints.warn(&format!("dropped a connection from {address}: {}", error.message)),
+            Err(_) => {
+                complaints.warn(&format!("dropped a connection from {address}: it said too little for {PROOF_TIME:?}"));
+            }
         }
     });
-    strangers.0.push_back(proof.abort_handle());
+    strangers.add(proof.abort_handle());
 }
 
 fn hung_up(error: std::io::Error) -> Error {
@@ -315,7 +300,7 @@ mod tests {
         tokio::spawn(accept_tcp(listener, door(b"secret", 0), sender));
         let address: SocketAddr = (Ipv4Addr::LOCALHOST, port).into();
         let mut crowd = Vec::new();
-        for _ in 0..STRANGERS + 50 {
+        for _ in 0..crate::strangers::MOST + 50 {
             let mut silent = TcpStream::connect(address).await.unwrap();
             silent.write_all(b"O").await.unwrap();
             crowd.push(silent);
