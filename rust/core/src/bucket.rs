@@ -8,6 +8,7 @@
 //! are encoded these numbers would not survive, and travel by themselves.
 
 use crate::buffer::Place;
+use crate::digest::digest;
 use crate::dtype::DType;
 use crate::{Error, Result};
 
@@ -187,22 +188,16 @@ impl Plan {
 
     /// A number that differs between plans that differ.
     pub fn hash(&self, tensors: &[Tensor]) -> u64 {
-        // FNV-1a over names and offsets
-        let mut hash = 0xcbf2_9ce4_8422_2325u64;
-        let mut mix = |bytes: &[u8]| {
-            for byte in bytes {
-                hash = (hash ^ u64::from(*byte)).wrapping_mul(0x100_0000_01b3);
-            }
-        };
+        let mut bytes = Vec::new();
         for bucket in &self.buckets {
-            mix(&[bucket.dtype as u8, u8::from(bucket.late)]);
-            mix(&(bucket.count as u64).to_le_bytes());
+            bytes.extend([bucket.dtype as u8, u8::from(bucket.late)]);
+            bytes.extend((bucket.count as u64).to_le_bytes());
             for slot in &bucket.slots {
-                mix(tensors[slot.tensor].name.as_bytes());
-                mix(&(slot.offset as u64).to_le_bytes());
+                bytes.extend(tensors[slot.tensor].name.as_bytes());
+                bytes.extend((slot.offset as u64).to_le_bytes());
             }
         }
-        hash
+        digest(&bytes)
     }
 }
 

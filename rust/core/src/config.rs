@@ -13,7 +13,7 @@ pub struct Tuning {
     pub inline: usize,
     /// Bytes that a rank stages at a time when its tensor is not in shared memory.
     pub segment: usize,
-    /// Bytes of tensor in a frame between hosts; sums of half precision travel in twice as many.
+    /// Bytes of a frame between hosts, encoded or not; sums of half precision travel in twice as many.
     pub chunk: usize,
     /// Up to this many bytes in all, everyone sends everything to everyone: one delay instead of two.
     pub exchange: usize,

@@ -5,6 +5,7 @@ use std::fmt;
 use offbeat_transport::frame::{NOTE, Note};
 
 use crate::codec::{self, Codec};
+use crate::digest::digest;
 use crate::dtype::{DType, Op};
 use crate::graph::{Graph, Peers};
 
@@ -154,14 +155,8 @@ impl Description {
 
     /// On a list of tensors, of which all shapes count.
     pub fn list_of<'a>(mut self, shapes: impl Iterator<Item = &'a [u64]>) -> Self {
-        // FNV-1a over all lengths and dimensions
-        let mut hash = 0xcbf2_9ce4_8422_2325u64;
-        let mut mix = |value: u64| hash = (hash ^ value).wrapping_mul(0x100_0000_01b3);
-        for shape in shapes {
-            mix(shape.len() as u64);
-            shape.iter().for_each(|dimension| mix(*dimension));
-        }
-        self.extra = hash;
+        let words = shapes.flat_map(|shape| [&[shape.len() as u64], shape].concat());
+        self.extra = digest(&words.flat_map(u64::to_le_bytes).collect::<Vec<u8>>());
         self
     }
 

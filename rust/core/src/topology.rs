@@ -89,6 +89,13 @@ pub fn share(count: usize, ways: usize, at: usize, align: usize) -> Range<usize>
     cut(count, ways, at, align)..cut(count, ways, at + 1, align)
 }
 
+/// Whether ranges follow each other without a gap, from 0 to `count`.
+#[cfg(test)]
+pub(crate) fn is_gapless<'a>(ranges: impl IntoIterator<Item = &'a Range<usize>>, count: usize) -> bool {
+    let mut at = 0;
+    ranges.into_iter().all(|range| std::mem::replace(&mut at, range.end) == range.start) && at == count
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -359,6 +359,48 @@ fn who_leaves_in_good_order_is_waited_for_no_longer_than_its_letters_take() {
     }
 }
 
+/// Who has all that it needs leaves at once, while others still wait for letters, or have not even begun.
+#[test]
+fn rounds_that_have_ended_for_who_leaves_end_for_all() {
+    for method in [
+        Method::Average { codec: None },
+        Method::Average { codec: Some(&MinMax8) },
+        Method::Gossip { peers: Peers::Exponential, seed: 0, modular: false },
+        Method::Gossip { peers: Peers::Exponential, seed: 0, modular: true },
+    ] {
+        for turn in 0..6 {
+            let ends = setup(&["a", "b", "c", "d"]).spawn(move |rank| {
+                let mut model = Model::new(rank, method, Duration::ZERO, at_first(rank.rank, 20_000));
+                for round in 0..2 {
+                    if rank.rank == turn % 4 {
+                        std::thread::sleep(Duration::from_millis(3));
+                    }
+                    assert!(
+                        model.round(),
+                        "round {round} of rank {}, {method:?}: {:?}",
+                        rank.rank,
+                        model.background.progress()
+                    );
+                }
+                let dropped = model.background.progress().dropped;
+                let weights = std::mem::take(&mut model.weights);
+                if turn % 2 == 0 {
+                    drop(model);
+                    rank.engine().world().run(barrier(), None).unwrap();
+                } else {
+                    rank.drop_engine();
+                }
+                (weights, dropped)
+            });
+            let middle = mean(&(0..4).map(|rank| at_first(rank, 20_000)).collect::<Vec<_>>());
+            for (weights, dropped) in ends {
+                assert_eq!(dropped, 0, "{method:?}");
+                close(&weights, &middle, 0.05);
+            }
+        }
+    }
+}
+
 #[test]
 fn two_threads_in_one_process_end_with_their_owners() {
     let alone = setup(&["a", "b"]).spawn(|rank| {

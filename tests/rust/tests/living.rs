@@ -156,6 +156,78 @@ fn nobody_waits_for_who_goes_or_rests() {
     }
 }
 
+/// Adds what no code of a snapshot nearby can tell.
+fn jump(weights: &mut [f32]) {
+    weights.iter_mut().enumerate().for_each(|(at, x)| *x += (at % 7) as f32 * 31.7);
+}
+
+fn sum(rows: &[Vec<f32>]) -> Vec<f32> {
+    (0..COUNT).map(|at| rows.iter().map(|row| row[at]).sum()).collect()
+}
+
+#[test]
+fn who_comes_back_to_a_round_that_is_over_stays_where_it_is() {
+    // the other one begins the round before it hears of the rest, or after
+    for (modular, waits) in [(false, false), (false, true), (true, false), (true, true)] {
+        let met = Barrier::new(2);
+        let ends = setup(&["a", "b"]).spawn(move |rank| {
+            let mut model = Model::new(rank, Peers::Ring, modular);
+            model.background.start().unwrap();
+            assert!((0..3).all(|number| model.round(number)));
+            if rank.rank == 0 {
+                assert!(!model.round(3), "nobody is there");
+                met.wait();
+            } else {
+                std::thread::sleep(Duration::from_millis(if waits { 100 } else { 0 }));
+                model.background.pause(0);
+                met.wait();
+                model.background.resume();
+                jump(&mut model.weights);
+                let before = model.weights.clone();
+                assert!(!model.round(3), "{modular} {waits}: the other one has ended it");
+                assert_eq!(model.weights, before);
+            }
+            met.wait();
+            assert!(model.round(4), "{modular} {waits}");
+            met.wait();
+            model.weights
+        });
+        let mut begin = [at_first(0), at_first(1)];
+        jump(&mut begin[1]);
+        assert!(apart(&sum(&ends), &sum(&begin)) < 1e-3, "{modular} {waits}: the sum stays");
+    }
+}
+
+#[test]
+fn who_comes_back_while_others_are_in_the_round_moves_with_those_that_count_it() {
+    for modular in [false, true] {
+        let met = Barrier::new(3);
+        let ends = setup(&["a", "b", "c"]).spawn(move |rank| {
+            let mut model = Model::new(rank, Peers::Ring, modular);
+            model.background.start().unwrap();
+            assert!((0..3).all(|number| model.round(number)));
+            match rank.rank {
+                1 => model.background.pause(0),
+                _ => assert!(model.round(3)),
+            }
+            met.wait();
+            // rank 0 is in the round without rank 1, and waits for rank 2, which has heard that rank 1 comes
+            std::thread::sleep(Duration::from_millis(100 * rank.rank as u64));
+            if rank.rank == 1 {
+                model.background.resume();
+                jump(&mut model.weights);
+            }
+            assert!(model.round(4), "rank 2 is there for both");
+            assert!(model.round(5));
+            met.wait();
+            model.weights
+        });
+        let mut begin = [at_first(0), at_first(1), at_first(2)];
+        jump(&mut begin[1]);
+        assert!(apart(&sum(&ends), &sum(&begin)) < 1e-2, "{modular}: the sum stays");
+    }
+}
+
 #[test]
 fn all_that_are_left_use_the_same_values() {
     for turn in 0..12u64 {

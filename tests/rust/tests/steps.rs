@@ -229,6 +229,50 @@ fn what_is_lost_is_kept_to_be_sent_later() {
 }
 
 #[test]
+fn what_is_kept_of_a_tensor_waits_while_nobody_uses_it() {
+    const IDLE: usize = 2;
+    let low_rank = Step::LowRank { rank: 2, rate: 0.0, seed: 3, hierarchical: true };
+    for steps in [
+        vec![low_rank],
+        vec![Step::Select { ratio: 0.1, hierarchical: true }],
+        vec![all_reduce(Some("int4"), true)],
+        vec![momentum(), all_reduce(Some("onebit"), true), Step::Gradient],
+    ] {
+        for layout in [&["a", "b", "c"][..], &["a", "a", "b"]] {
+            let steps = steps.clone();
+            let moved = spawn(layout, Tuning::default(), move |rank| {
+                let scheduler = start(rank, steps.clone(), 2000).unwrap();
+                for number in 0..3 {
+                    round(rank, &scheduler, number);
+                }
+                let saved = || [IDLE, 0].map(|tensor| scheduler.saved(tensor).unwrap());
+                let before = saved();
+                let step = |users: std::ops::Range<usize>| {
+                    for tensor in 0..SHAPES.len() {
+                        if tensor == IDLE && !users.contains(&rank.rank) {
+                            scheduler.mark_absent(tensor).unwrap();
+                        } else {
+                            with_floats(&scheduler, tensor, |room| room.fill(0.5));
+                            scheduler.mark_ready(tensor).unwrap();
+                        }
+                    }
+                    scheduler.finish(None).unwrap()
+                };
+                assert_eq!(step(0..0), [0; 0]);
+                let [idle, other] = saved();
+                assert_eq!(idle, before[0], "{steps:?}");
+                // where one rank uses it all have a result, and what is kept goes on
+                let gained = step(0..1);
+                assert_eq!(gained, if rank.rank == 0 { vec![] } else { vec![IDLE] });
+                (saved()[0] != before[0], other != before[1])
+            });
+            // whoever keeps something of an element
+            assert!(moved.iter().any(|(idle, _)| *idle) && moved.iter().any(|(_, other)| *other));
+        }
+    }
+}
+
+#[test]
 fn a_matrix_of_low_rank_is_found() {
     spawn(&["a", "b", "c"], Tuning::default(), |rank| {
         let scheduler =

@@ -16,6 +16,7 @@ use crate::bucket::{Bucket, Tensor};
 use crate::buffer::{Owned, Shaped};
 use crate::call::Call;
 use crate::codec::TopK;
+use crate::coding::SAMPLE;
 use crate::dtype::{DType, Op};
 use crate::{Error, Kind, Result};
 
@@ -88,7 +89,10 @@ impl Select {
             let mut list = vec![0; top.encoded_len()];
             with_floats(round.buffer, range.clone(), |values| {
                 let left = left.slot(slot);
+                let sums = values.iter().zip(&*left).take(SAMPLE).map(|(value, left)| value + left);
+                let exact: Vec<f32> = sums.collect();
                 top.encode_residual(values, left, &mut list);
+                round.tally.sample(exact.into_iter().zip(left.iter().copied()));
             });
             round.tally.add(range.len() as u64 * 4, list.len() as u64, top.non_finite(&list) as u64);
             if mine.next_if_eq(&slot).is_some() {

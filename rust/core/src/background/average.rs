@@ -8,13 +8,14 @@
 //! the first round is in full precision again and makes a new mean; residuals are each rank's own, and stay.
 //!
 //! A member that is lost in the middle ends the round for those that do not have the whole mean yet. Nothing is amiss with
-//! that: who has it moves to it, the others stay where they are until the next.
+//! that: who has it moves to it, the others stay where they are until the next. One that leaves in good order is waited with
+//! until all have ended the rounds that it has.
 
 use std::ops::Range;
 
 use super::coder::Coder;
 use super::keeping::{Kept, Room, Rounds};
-use super::post::{About, Envelope, Letter, Post, bytes_of, floats, shard};
+use super::post::{About, Envelope, Epoch, Letter, Post, bytes_of, floats, shard};
 use super::{Exchange, Outcome};
 
 pub(super) struct Average {
@@ -172,6 +173,10 @@ impl Exchange for Average {
         if let Some(coder) = &mut self.coder {
             coder.forget();
         }
+    }
+
+    fn ended(&self, post: &Post) -> Option<(Epoch, u64)> {
+        Some((post.epoch(), self.round))
     }
 
     fn is_awaited(&self, post: &Post) -> bool {

@@ -1,7 +1,7 @@
 //! What a method is to the thread that drives it.
 
 use super::keeping::{Kept, Room, Rounds};
-use super::post::{Letter, Post};
+use super::post::{Epoch, Letter, Post};
 
 /// What a round came to, so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,6 +37,11 @@ pub(super) trait Exchange: Send {
     fn rests(&mut self, _: &mut Post, _: bool) {}
     /// Training has made so many steps, and no safe point for a while: there may be no more of them.
     fn stands(&mut self, _: &mut Post, _: u64) {}
+    /// How many rounds of which list of members have ended here, where a round that has ended for one of them shall end for
+    /// all: then one that leaves stays a member for the others until they have come as far.
+    fn ended(&self, _: &Post) -> Option<(Epoch, u64)> {
+        None
+    }
     /// Whether others wait for this rank to begin.
     fn is_awaited(&self, post: &Post) -> bool;
     /// Whom the round under way waits for.

@@ -27,8 +27,8 @@ pub(super) struct Gossip {
     epoch: Epoch,
     round: u64,
     letters: Vec<Letter>,
-    /// The last list that each rank has left, how many rounds of it it began, and the list it went to.
-    moved: BTreeMap<u32, (u64, u64, Epoch)>,
+    /// Which lists each rank has left, how many rounds of them it began, and the lists it went to.
+    moved: BTreeMap<u32, Vec<(u64, u64, Epoch)>>,
     active: Option<Active>,
     theirs: Vec<f32>,
 }
@@ -75,9 +75,11 @@ impl Gossip {
 
     /// Whether a peer never comes to this round: it has gone on to another list before.
     fn never_comes(&self, peer: u32) -> bool {
-        self.moved.get(&peer).is_some_and(|(old, begun, new)| {
-            new.living < self.epoch.living && !(*old == self.epoch.hash && *begun > self.round)
-        })
+        let moves = self.moved.get(&peer).map_or(&[][..], Vec::as_slice);
+        match moves.iter().find(|(old, ..)| *old == self.epoch.hash) {
+            Some((_, begun, _)) => *begun <= self.round,
+            None => moves.iter().any(|(.., new)| new.living < self.epoch.living),
+        }
     }
 
     fn envelope(&self, about: About) -> Envelope {
@@ -114,7 +116,10 @@ impl Exchange for Gossip {
     fn heard(&mut self, post: &mut Post, letter: Letter) {
         let envelope = letter.envelope;
         match envelope.about {
-            About::Moved => drop(self.moved.insert(letter.from, (envelope.extra, envelope.round, envelope.epoch))),
+            About::Moved => {
+                let moves = self.moved.entry(letter.from).or_default();
+                moves.push((envelope.extra, envelope.round, envelope.epoch));
+            }
             About::Value | About::Understood | About::Again => {
                 let now = envelope.epoch == self.epoch && envelope.round >= self.round;
                 if now || envelope.epoch.living < self.epoch.living {
@@ -129,6 +134,10 @@ impl Exchange for Gossip {
     fn lost(&mut self, post: &mut Post, rank: u32) {
         self.moved.remove(&rank);
         self.catch_up(post);
+    }
+
+    fn ended(&self, _: &Post) -> Option<(Epoch, u64)> {
+        Some((self.epoch, self.round))
     }
 
     fn is_awaited(&self, post: &Post) -> bool {

@@ -37,7 +37,7 @@ pub(super) enum About {
     Pull = 8,
     /// The sender has lost a member.
     Lost = 9,
-    /// The sender takes part no more; so many frames went before.
+    /// The sender takes part no more; so many frames went before, and so many rounds of this list of members have ended there.
     Bye = 10,
     /// After a checkpoint was loaded: all that the sender has put into a shard, for its owner.
     Account = 11,
@@ -49,13 +49,17 @@ pub(super) enum About {
     Agreed = 14,
     /// How many steps the sender has made, where nothing tells that it will push them.
     Steps = 15,
+    /// In gossip in step: the round has ended here without the peer, which stays where it is.
+    Over = 16,
 }
 
 impl About {
     fn from_byte(byte: u8) -> Option<Self> {
         use About::*;
-        let all =
-            [Share, Mean, Value, Understood, Again, Moved, Push, Pull, Lost, Bye, Account, Base, Have, Agreed, Steps];
+        let all = [
+            Share, Mean, Value, Understood, Again, Moved, Push, Pull, Lost, Bye, Account, Base, Have, Agreed, Steps,
+            Over,
+        ];
         all.into_iter().find(|about| *about as u8 == byte)
     }
 }
@@ -148,25 +152,25 @@ struct Partial {
     missing: usize,
 }
 
-/// How many frames came from a rank before it said goodbye, and how many there were, which that says: they overtake each
-/// other.
+/// How many frames came from a rank before it said goodbye, and its goodbye, which says how many there were: they overtake
+/// each other.
 #[derive(Clone, Copy, Debug, Default)]
 struct Came {
     frames: u64,
-    all: Option<u64>,
+    goodbye: Option<Envelope>,
 }
 
 impl Came {
     fn take(&mut self, envelope: &Envelope) {
         match envelope.about {
-            About::Bye => self.all = Some(envelope.extra),
+            About::Bye => self.goodbye = Some(*envelope),
             _ => self.frames += 1,
         }
     }
 
     /// Whether that is all there is; none before the goodbye.
     fn is_all(&self) -> Option<bool> {
-        self.all.map(|all| self.frames >= all)
+        self.goodbye.map(|goodbye| self.frames >= goodbye.extra)
     }
 }
 
@@ -286,6 +290,12 @@ impl Post {
         self.came.get(rank as usize)?.is_all()
     }
 
+    /// How many rounds of which list of members had ended at a rank that said goodbye.
+    pub(super) fn ended_at(&self, rank: u32) -> Option<(Epoch, u64)> {
+        let goodbye = self.came.get(rank as usize)?.goodbye?;
+        Some((goodbye.epoch, goodbye.round))
+    }
+
     /// Goes on without a member, and tells the others so. False if it was none any more.
     pub(super) fn drop_member(&mut self, rank: u32) -> bool {
         let Ok(place) = self.living.binary_search(&rank) else { return false };
@@ -309,11 +319,13 @@ impl Post {
         }
     }
 
-    /// Tells the others that this rank takes part no more, and how much it has written to them before.
-    pub(super) fn say_goodbye(&self) {
+    /// Tells the others that this rank takes part no more, which rounds have ended here, and how much it has written to them
+    /// before.
+    pub(super) fn say_goodbye(&self, ended: Option<(Epoch, u64)>) {
+        let (epoch, rounds) = ended.unwrap_or((self.epoch, 0));
         for other in self.others() {
             let before = self.sent[other as usize].get();
-            self.send(other, &Envelope { extra: before, ..Envelope::new(About::Bye, self.epoch, 0) }, &[]);
+            self.send(other, &Envelope { extra: before, ..Envelope::new(About::Bye, epoch, rounds) }, &[]);
         }
     }
 }

@@ -4,14 +4,14 @@
 //! A round has the number that the training threads give it, so ranks that notice a loss at different times still meet in the
 //! same rounds. Who goes on to another list of members, begins, or rests says from which round on (`Moved`). From this
 //! everyone knows whether a peer comes to a round, and waits for nobody that does not: who skips a round stays where it is.
-//! A snapshot goes to all peers of the list all the same, so who comes back in time to a round that others have ended
-//! without it does not wait either.
+//! Who comes back to a round that a peer has ended without it is told so (`Over`), and leaves that peer out too; so it asks
+//! for an answer until it has had one from each peer.
 //! A round under way is ended with the list that it began with, so that no two ranks move on one side only.
 //!
 //! Modular codes are as in pairs (`gossip`): a snapshot is rounded first, all sides use the rounded numbers, and who cannot
 //! make sense of the codes asks for the numbers in full.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use super::keeping::{Kept, Room, Rounds};
@@ -33,6 +33,8 @@ pub(super) struct Stepwise {
     histories: BTreeMap<u32, History>,
     /// What the others were told of the rounds to come: nothing before the first, that this rank is in them, or rests.
     present: Option<bool>,
+    /// Who was told that this rank rests, and has answered nothing since: it may end rounds without this rank.
+    unsure: BTreeSet<u32>,
     meetings: Option<Vec<Meeting>>,
 }
 
@@ -90,6 +92,7 @@ impl Stepwise {
             letters: Vec::new(),
             histories: BTreeMap::new(),
             present: None,
+            unsure: BTreeSet::new(),
             meetings: None,
         }
     }
@@ -137,6 +140,15 @@ impl Stepwise {
         }
     }
 
+    /// Forgets letters of rounds that are over here. Who has written one and was not heard must not wait for an answer.
+    fn forget(&mut self, post: &Post) {
+        let next = self.next;
+        let (past, rest): (Vec<_>, Vec<_>) =
+            self.letters.drain(..).partition(|letter: &Letter| letter.envelope.round < next);
+        self.letters = rest;
+        past.iter().for_each(|letter| turn_away(post, letter));
+    }
+
     /// Takes a meeting as far as it goes. False if the peer never comes.
     fn meet(&mut self, post: &Post, meeting: &mut Meeting, snapshot: &[f32]) -> bool {
         let peer = meeting.peer;
@@ -145,13 +157,30 @@ impl Stepwise {
             meeting.asked_again = true;
             self.value.send_in_full(post, peer, &self.envelope(About::Value));
         }
-        meeting.understood |= self.take(About::Understood, peer).is_some();
+        let is_over = self.take(About::Over, peer).is_some();
+        if self.take(About::Understood, peer).is_some() || is_over {
+            meeting.understood = true;
+            self.unsure.remove(&peer);
+        }
         let here = post.living().binary_search(&peer).is_ok();
         let history = self.histories.get(&peer);
-        // who is gone or has gone on says nothing more of this round
-        meeting.understood |= !here || history.is_some_and(|history| history.is_past(self.next));
+        let is_past = history.is_some_and(|history| history.is_past(self.next));
+        // an answer comes before anything of later rounds, so who has gone on without one does not count this rank
+        if is_over || (is_past && !meeting.understood) {
+            return false;
+        }
+        // who is gone says nothing more
+        meeting.understood |= !here;
         let comes = here && !history.is_some_and(|history| history.skips(self.next, self.epoch));
         meeting.theirs.is_some() || comes
+    }
+}
+
+/// Answers who writes of a round that has ended here without it.
+fn turn_away(post: &Post, letter: &Letter) {
+    let Envelope { about, epoch, round, .. } = letter.envelope;
+    if matches!(about, About::Value | About::Again) {
+        post.send(letter.from, &Envelope::new(About::Over, epoch, round), &[]);
     }
 }
 
@@ -172,11 +201,8 @@ impl Exchange for Stepwise {
         let history = self.histories.entry(letter.from).or_default();
         match envelope.about {
             About::Moved => history.add(envelope.round, envelope.epoch),
-            // this round has ended here without it, which must not keep it waiting
-            About::Value if envelope.round < self.next => {
-                post.send(letter.from, &Envelope::new(About::Understood, envelope.epoch, envelope.round), &[]);
-            }
-            About::Value | About::Understood | About::Again if envelope.round >= self.next => {
+            _ if envelope.round < self.next => turn_away(post, &letter),
+            About::Value | About::Understood | About::Again | About::Over => {
                 history.reached = history.reached.max(envelope.round);
                 self.letters.push(letter);
             }
@@ -186,11 +212,13 @@ impl Exchange for Stepwise {
 
     fn lost(&mut self, post: &mut Post, rank: u32) {
         self.histories.remove(&rank);
+        self.unsure.remove(&rank);
         self.catch_up(post);
     }
 
     fn rests(&mut self, post: &mut Post, resting: bool) {
         if resting && self.present.replace(false) != Some(false) {
+            self.unsure = post.others().into_iter().collect();
             self.announce(post, self.next, Epoch::default());
         } else if !resting && self.present == Some(false) {
             self.present = Some(true);
@@ -213,7 +241,7 @@ impl Exchange for Stepwise {
         // rounds in between are skipped, whether there was time to say so or not
         let skipped = (clock > self.next && self.present == Some(true)).then_some(self.next);
         self.next = clock;
-        self.letters.retain(|letter| letter.envelope.round >= clock);
+        self.forget(post);
         if self.present.replace(true) != Some(true) || skipped.is_some() {
             self.announce(post, clock, self.epoch);
         }
@@ -222,11 +250,14 @@ impl Exchange for Stepwise {
             self.announce(post, from, Epoch::default());
         }
         let peers = self.peers(post.me, clock);
-        let envelope = self.envelope(About::Value);
+        let asks = self.value.is_coded() || peers.iter().any(|(peer, _)| self.unsure.contains(peer));
+        let envelope = Envelope { extra: u64::from(asks), ..self.envelope(About::Value) };
+        // who does not come stays where it is, and so it needs nothing
+        let comes = |peer| !self.histories.get(&peer).is_some_and(|history| history.skips(clock, self.epoch));
+        let peers: Vec<(u32, f32)> = peers.into_iter().filter(|(peer, _)| comes(*peer)).collect();
         let to: Vec<u32> = peers.iter().map(|(peer, _)| *peer).collect();
         self.value.send(post, &to, &envelope, snapshot);
-        let understood = !self.value.is_coded();
-        let meet = |(peer, weight)| Meeting { peer, weight, theirs: None, understood, asked_again: false };
+        let meet = |(peer, weight)| Meeting { peer, weight, theirs: None, understood: !asks, asked_again: false };
         self.meetings = Some(peers.into_iter().map(meet).collect());
     }
 
@@ -245,8 +276,7 @@ impl Exchange for Stepwise {
             self.value.learn(theirs);
         }
         self.next += 1;
-        let next = self.next;
-        self.letters.retain(|letter| letter.envelope.round >= next);
+        self.forget(post);
         self.catch_up(post);
         if meetings.is_empty() { Outcome::Idle } else { Outcome::Done }
     }

@@ -36,6 +36,9 @@ impl Value {
         let encoded = modular.and_then(|modular| tally.time(|| modular.encode(snapshot, own)));
         if encoded.is_none() {
             own.copy_from_slice(snapshot);
+            if self.modular.is_some() {
+                tally.add(0, 0, snapshot.iter().filter(|x| !x.is_finite()).count() as u64);
+            }
         }
         for peer in peers {
             match &encoded {
@@ -55,7 +58,8 @@ impl Value {
         post.send(peer, envelope, bytes_of(&self.own));
     }
 
-    /// Reads a peer's snapshot, from a snapshot near to it. Tells whether it makes sense, the peer too where that asks.
+    /// Reads a peer's snapshot, from a snapshot near to it. Tells whether it makes sense, the peer too where that asks: with
+    /// codes always, and else with `extra`.
     pub(super) fn read(&self, post: &Post, letter: &Letter, near: &[f32], out: &mut [f32]) -> bool {
         let envelope = &letter.envelope;
         let clear = if envelope.plain {
@@ -64,7 +68,7 @@ impl Value {
         } else {
             self.tally.time(|| Modular::decode(&letter.body, envelope.extra, near, out))
         };
-        if self.is_coded() {
+        if self.is_coded() || envelope.extra != 0 {
             let about = if clear { About::Understood } else { About::Again };
             post.send(letter.from, &Envelope::new(about, envelope.epoch, envelope.round), &[]);
         }

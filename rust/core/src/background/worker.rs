@@ -10,7 +10,7 @@ use offbeat_transport::roster::Absence;
 
 use super::desk::{Desk, Phase};
 use super::keeping::{Holdings, Kept, Room, Rounds};
-use super::post::{About, Post};
+use super::post::{About, Epoch, Post};
 use super::{Exchange, Outcome};
 use crate::Result;
 
@@ -77,7 +77,7 @@ impl Worker {
 
     /// Says goodbye without ever having begun.
     pub(super) fn leave(&self) {
-        self.post.say_goodbye();
+        self.post.say_goodbye(self.exchange.ended(&self.post));
         self.desk.ended();
     }
 
@@ -94,7 +94,7 @@ impl Worker {
                 );
             }
         }
-        self.post.say_goodbye();
+        self.post.say_goodbye(self.exchange.ended(&self.post));
         ended.is_ok()
     }
 
@@ -218,16 +218,25 @@ impl Worker {
     fn go_on_without(&mut self, absent: Vec<(u32, Absence)>) -> bool {
         let before = self.post.living().len();
         for (rank, how) in absent {
-            self.drop_member(rank);
-            if let Absence::Gone(error) = how {
-                self.post.report(rank, &error);
+            match how {
+                Absence::Left(_) => self.leaving.push((rank, Instant::now())),
+                Absence::Gone(error) => {
+                    self.drop_member(rank);
+                    self.post.report(rank, &error);
+                }
             }
         }
-        let is_busy = self.desk.view().phase == Phase::Taken;
-        let (later, now): (Vec<_>, Vec<_>) = self
-            .leaving
-            .drain(..)
-            .partition(|(rank, since)| is_busy && lingers(self.post.has_all_of(*rank), since.elapsed()));
+        let (is_busy, here) = (self.desk.view().phase == Phase::Taken, self.exchange.ended(&self.post));
+        let leaving = std::mem::take(&mut self.leaving);
+        let (mut later, now): (Vec<_>, Vec<_>) = leaving.into_iter().partition(|(rank, since)| {
+            let needs = need(here, self.post.ended_at(*rank), is_busy);
+            lingers(needs, self.post.has_all_of(*rank), since.elapsed())
+        });
+        // who went on without one of these has ended what is still to end here with it
+        let waits = !later.is_empty();
+        let (more, now): (Vec<_>, Vec<_>) =
+            now.into_iter().partition(|(rank, _)| waits && went_on(here, self.post.ended_at(*rank)));
+        later.extend(more);
         self.leaving = later;
         for (rank, _) in now {
             // what becomes of who has said goodbye is no news; but one that fails does so too, after its story was heard
@@ -348,10 +357,42 @@ impl Worker {
     }
 }
 
-/// Whether a round waits for more of a member that leaves: until all has come that it wrote before it said goodbye. What
-/// is known of one from others alone is believed after a while.
-fn lingers(has_all: Option<bool>, known_for: Duration) -> bool {
-    has_all.map_or(known_for < LINGER, |all| !all)
+/// What a member that leaves is still needed for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Need {
+    Nothing,
+    /// What it wrote before it said goodbye, which may be a part of the round under way; or its goodbye, if it says one.
+    Letters,
+    /// It has ended rounds of this list of members that are still to end here.
+    Rounds,
+}
+
+/// What one is needed for, by how many rounds of which list of members have ended here and there, if there are such and it has
+/// said so.
+fn need(here: Option<(Epoch, u64)>, there: Option<(Epoch, u64)>, is_busy: bool) -> Need {
+    match (here, there) {
+        (Some(here), Some(there)) if here.0 == there.0 && here.1 < there.1 => Need::Rounds,
+        (Some(_), None) => Need::Letters,
+        // they tell without whom it went on
+        _ if went_on(here, there) => Need::Letters,
+        _ if is_busy => Need::Letters,
+        _ => Need::Nothing,
+    }
+}
+
+/// Whether a member went on to a shorter list of members before it left.
+fn went_on(here: Option<(Epoch, u64)>, there: Option<(Epoch, u64)>) -> bool {
+    here.zip(there).is_some_and(|(here, there)| there.0.living < here.0.living)
+}
+
+/// Whether a member that leaves still is one, if all has come that it wrote before it said goodbye. What is known of one from
+/// others alone is believed after a while.
+fn lingers(needs: Need, has_all: Option<bool>, known_for: Duration) -> bool {
+    match needs {
+        Need::Nothing => false,
+        Need::Letters => has_all.map_or(known_for < LINGER, |all| !all),
+        Need::Rounds => true,
+    }
 }
 
 /// When a round is due after one that began and ended then, if letters were on their way for `receiving` since the one before.
@@ -372,11 +413,27 @@ mod tests {
     #[test]
     fn who_leaves_is_waited_for_until_all_of_it_is_here_and_no_clock_asked() {
         for known_for in [Duration::ZERO, LINGER, 1000 * LINGER] {
-            assert!(!lingers(Some(true), known_for));
-            assert!(lingers(Some(false), known_for), "it is on its way, or else the roster tells");
+            assert!(!lingers(Need::Letters, Some(true), known_for));
+            assert!(lingers(Need::Letters, Some(false), known_for), "it is on its way, or else the roster tells");
+            assert!(lingers(Need::Rounds, Some(true), known_for), "of the same members, which others still write for");
+            assert!(!lingers(Need::Nothing, Some(false), known_for));
         }
-        assert!(lingers(None, Duration::ZERO));
-        assert!(!lingers(None, LINGER), "it is cut off from another rank, and not from this one");
+        assert!(lingers(Need::Letters, None, Duration::ZERO));
+        assert!(!lingers(Need::Letters, None, LINGER), "it is cut off from another rank, and not from this one");
+    }
+
+    #[test]
+    fn who_leaves_is_needed_for_the_rounds_that_have_ended_there() {
+        let (all, fewer) = (Epoch::of(&[0, 1, 2]), Epoch::of(&[1, 2]));
+        let at = |epoch, rounds| Some((epoch, rounds));
+        assert_eq!(need(at(all, 3), at(all, 4), false), Need::Rounds);
+        assert_eq!(need(at(all, 4), at(all, 4), false), Need::Nothing);
+        assert_eq!(need(at(all, 4), at(all, 4), true), Need::Letters);
+        assert_eq!(need(at(fewer, 0), at(all, 4), false), Need::Nothing, "that list is past");
+        assert_eq!(need(at(all, 4), None, false), Need::Letters, "another rank has heard its goodbye");
+        assert_eq!(need(at(all, 4), at(fewer, 0), false), Need::Letters);
+        assert_eq!(need(None, at(all, 0), false), Need::Nothing, "a server has no rounds of all");
+        assert!(went_on(at(all, 3), at(fewer, 0)) && !went_on(at(all, 3), at(all, 0)));
     }
 
     #[test]

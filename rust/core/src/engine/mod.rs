@@ -267,8 +267,14 @@ impl Engine {
     /// Tells all ranks why this one is about to die.
     pub fn fail(&self, cause: &str) {
         if !fork::in_child() && !self.down.load(Ordering::Relaxed) {
+            self.pass_on(&self.groups.lock().unwrap_or_else(PoisonError::into_inner));
             self.mesh.fail(cause);
         }
+    }
+
+    /// Whoever goes because another rank failed says so first: the others may hear of this before they hear of that.
+    fn pass_on(&self, groups: &BTreeMap<u64, Group>) {
+        groups.values().for_each(Group::pass_on);
     }
 
     /// Says goodbye and ends all links. A second call does nothing.
@@ -281,8 +287,7 @@ impl Engine {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.values().for_each(Group::cancel);
         groups.values().for_each(|group| group.finish(LAST_CALL));
-        // whoever goes because another rank failed says so first: the others may hear of this before they hear of that
-        groups.values().for_each(Group::pass_on);
+        self.pass_on(&groups);
         self.mesh.leave(why);
     }
 }

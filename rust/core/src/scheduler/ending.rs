@@ -8,7 +8,7 @@ use offbeat_transport::{Interrupt, SLICE, fork};
 
 use super::built::Built;
 use super::{Scheduler, Shared, State};
-use crate::algorithm::{self, Stream};
+use crate::algorithm::{self, Saved, Stream};
 use crate::call::Call;
 use crate::dtype::Op;
 use crate::{Error, Kind, Result};
@@ -76,12 +76,22 @@ impl Scheduler {
         state.step += 1;
         built.reset();
         drop(state);
-        let has_value = |tensor: &usize| {
-            let (used, dtype) = built.used(*tensor);
+        let has_value = |tensor: usize| {
+            let (used, dtype) = built.used(tensor);
             // SAFETY: the number is not under way any more.
             unsafe { std::slice::from_raw_parts(used, dtype.size()) }.iter().any(|byte| *byte != 0)
         };
-        let gained = absent.into_iter().filter(has_value).collect();
+        let mut gained = Vec::new();
+        for (tensor, kept) in absent {
+            if has_value(tensor) {
+                gained.push(tensor);
+                continue;
+            }
+            // nobody takes the result, so what has left for it comes back
+            for Saved { name, values, .. } in kept {
+                built.restore(tensor, &name, &values, &shared.tensors)?;
+            }
+        }
         if shared.carrier.is_some() {
             built.turn();
         }

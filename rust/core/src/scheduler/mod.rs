@@ -66,8 +66,8 @@ struct State {
     done: Vec<usize>,
     /// Whether buckets wait for the end of backward.
     held: bool,
-    /// Tensors that have no value here in this round.
-    absent: Vec<usize>,
+    /// Tensors that have no value here in this round, with what steps kept of them before it.
+    absent: Vec<(usize, Vec<Saved>)>,
     /// Blocks that were not finite, up to the last round.
     non_finite: u64,
     /// On a device: see `afterwards.rs`.
@@ -214,7 +214,9 @@ impl Scheduler {
             std::ptr::write_bytes(used, 0, dtype.size());
         }
         self.0.note(&built, tensor, stream);
-        self.0.state().absent.push(tensor);
+        // on a device the host waits for that; without a gradient it waits for the answer of the others too
+        let kept = built.saved(tensor)?;
+        self.0.state().absent.push((tensor, kept));
         self.0.marked(&built, built.readiness.mark(tensor), tensor)
     }
 

@@ -69,7 +69,7 @@ fn compile(folder: &Path, name: &str, files: &[&str], libraries: &[&str]) {
 
 fn call_compiler(command: &mut Command, library: &Path, soname: &str) {
     let command = command.args(["-shared", "-fPIC"]).arg(format!("-Wl,-soname,{soname}")).arg("-o").arg(library);
-    let output = command.output().expect("g++ runs");
+    let output = command.output().expect("g++ makes doubles of CUDA's libraries; try: apt install g++");
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
 }
 
