@@ -1,4 +1,4 @@
-"""An algorithm of your own: signSGD with momentum, where ranks vote on the direction of each weight.
+"""Algorithms of your own: signSGD with momentum, where ranks vote on each weight, and gossip now and then.
 
 torchrun --nproc-per-node 4 examples/08_your_own_algorithm.py
 """
@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import offbeat
-from offbeat.steps import AllReduce, Apply, Bucket, Step
+from offbeat.algorithms import Sync
+from offbeat.steps import AllReduce, Apply, Bucket, Gossip, Step
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,26 @@ class MajorityVote(offbeat.Algorithm):
         bucket.values.sign_()
 
 
-def main() -> None:
-    offbeat.init()
+@dataclass(frozen=True)
+class LazyRing(offbeat.Algorithm):
+    """Every host trains by itself, and averages its weights with both neighbours on a ring every few steps."""
+
+    name: ClassVar[str] = "lazy_ring"
+
+    every: int = 4
+
+    def steps(self) -> Sequence[Step]:
+        return []
+
+    def sync(self) -> Sync:  # of offbeat.algorithms
+        return Sync([Gossip("ring")], every=self.every)
+
+
+def train(algorithm: offbeat.Algorithm, lr: float) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.003)  # a step of this size for every weight
-    optimizer = offbeat.DistributedOptimizer(optimizer, model, MajorityVote())
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
 
     generator = torch.Generator().manual_seed(offbeat.rank())  # each rank its own share of the data
     losses = []
@@ -53,8 +68,16 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
+    apart = offbeat.consolidate(model)
     if offbeat.rank() == 0:
-        print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} with {offbeat.world_size()} ranks")
+        said = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} with {offbeat.world_size()} ranks"
+        print(f"{algorithm.name}: {said}, {apart:.4f} apart")
+
+
+def main() -> None:
+    offbeat.init()
+    train(MajorityVote(), lr=0.003)  # a step of this size for every weight
+    train(LazyRing(), lr=0.05)
     offbeat.shutdown()
 
 

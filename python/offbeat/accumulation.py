@@ -8,7 +8,7 @@ class Accumulation:
     """The forwards since the last backward that was exchanged. As in DDP, `no_sync()` counts where forward is."""
 
     def __init__(self) -> None:
-        # Whether no_sync() is active.
+        # Whether no_sync() is active, or its flag is down (`DataParallel.require_backward_grad_sync`).
         self.is_held = False
         # Whether there was a forward through the model since the last exchange.
         self.was_called = False
@@ -27,6 +27,9 @@ class Accumulation:
     def forward_begins(self) -> None:
         """Before a forward in training."""
         self.was_called = True
+
+    def forward_ended(self) -> None:
+        """After it: one that raised says nothing."""
         self._said.add(self.is_held)
 
     def asks_for_exchange(self, held: bool | None) -> bool:

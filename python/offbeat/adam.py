@@ -11,6 +11,7 @@ The correction of v must not go on with t, or the learning rate would grow by wh
 is 0 nothing is known of an element's gradients, and it stays as it is.
 """
 
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, cast
@@ -31,6 +32,12 @@ class FrozenAdam:
             raise InvalidArgument(
                 f"{who} takes over the step of a torch.optim.Adam or AdamW and got {what}; try: one of these, or an "
                 "algorithm for any optimizer, e.g. 'bytegrad'"
+            )
+        if has_own_step(optimizer):
+            raise InvalidArgument(
+                f"{who} takes over the step of a torch.optim.Adam or AdamW, and {type(optimizer).__name__} has one of "
+                "its own, which would not be made any more; try: torch.optim.AdamW, or an algorithm for any optimizer, "
+                "e.g. 'bytegrad'"
             )
         self._optimizer = optimizer
         self._warmup = warmup
@@ -74,6 +81,8 @@ class FrozenAdam:
             state["step"] = torch.zeros((), device=parameter.device if on_device else None)
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
+            if group["amsgrad"]:
+                state["max_exp_avg_sq"] = torch.zeros_like(parameter)
         factor, whole = self._factor(parameter, state, group)
         gradient, beta = reals(cast("Tensor", parameter.grad)), group["betas"][0]
         if scale is not None:
@@ -107,6 +116,16 @@ class FrozenAdam:
         return {name: self._frozen[id(p)] for name, p in named.items() if id(p) in self._frozen}
 
     def load_state_dict(self, state: Mapping[str, float], named: Mapping[str, Tensor]) -> None:
-        """Takes over what `state_dict` gave."""
+        """Takes over what `state_dict` gave. The optimizer's state is another one now, so what came of it goes."""
         self._factors.clear()
+        self._steps.clear()
         self._frozen = {id(named[name]): steps for name, steps in state.items() if name in named}
+
+
+def has_own_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it does not make Adam's step as torch wrote it. Its class counts, since a scheduler puts a step on the
+    object; not what is wrapped around it, by us or by torch, which puts hooks there."""
+    kinds = [kind for kind in type(optimizer).__mro__ if kind.__module__.partition(".")[0] != "offbeat"]
+    step = next(vars(kind)["step"] for kind in kinds if "step" in vars(kind))
+    torchs = (torch.optim.Adam.step, torch.optim.AdamW.step)
+    return inspect.unwrap(step) not in {inspect.unwrap(each) for each in torchs}

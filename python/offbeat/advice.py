@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor, nn
 
 from . import agreement, counters, runtime
@@ -26,6 +27,18 @@ def warn_of_idle_codec(algorithm: str, steps: Sequence[Described]) -> None:
         )
 
 
+def warn_of_own_loss(optimizer: torch.optim.Optimizer | None) -> None:
+    """Where an optimizer decides by the loss how often it calls its closure, which ranks must do alike."""
+    searches = optimizer is not None and any("line_search_fn" in group for group in optimizer.param_groups)
+    if searches and runtime.rank() == 0:
+        warnings.warn(
+            f"{type(optimizer).__name__} decides by the loss that its closure returns when to stop, and each rank has "
+            "its own: they would part, or wait for each other in vain. Return the mean of all ranks from the closure: "
+            "loss = loss.detach(); offbeat.all_reduce(loss, 'mean'); return loss.",
+            stacklevel=2,
+        )
+
+
 class Advice:
     """What is said once for each replica."""
 
@@ -33,7 +46,7 @@ class Advice:
         self._algorithm = algorithm
         # Parameters that got no gradient on this rank, in any round.
         self.unused: set[str] = set()
-        self._has_judged = False
+        self._has_judged = self._told_of_steps = False
 
     def of_unused(self, absent: Sequence[str], step: int) -> None:
         """Where parameters got no gradient."""
@@ -47,6 +60,18 @@ class Advice:
             return
         self._has_judged = True
         warn_of_cost(self._algorithm, coding)
+
+    def of_missed_steps(self, ranks: Sequence[int]) -> None:
+        """Where ranks had no more data in `join()`, and nobody knows the optimizer."""
+        if self._told_of_steps or runtime.rank() != 0:
+            return
+        self._told_of_steps = True
+        warnings.warn(
+            f"rank {', '.join(map(str, ranks))} had fewer batches in join() and got the model of the others, but not "
+            "the state of their optimizer, which DataParallel was not given: with momentum or Adam replicas drift "
+            "apart in the steps after it. Pass optimizer= to DataParallel. This is said once.",
+            stacklevel=2,
+        )
 
 
 def warn_of_unused(names: Sequence[str], step: int) -> None:
@@ -76,7 +101,7 @@ def refuse_thawed(named: Sequence[tuple[str, Tensor]], frozen: Sequence[Tensor])
         if id(parameter) in never_trained and parameter.requires_grad and parameter.grad is not None:
             raise InvalidArgument(
                 f"{name} was frozen when buckets were made and has a gradient now, and there was no forward of the "
-                "wrapped model in training mode in between; call model.train() before forward, or wrap it again"
+                "wrapped model in training mode in between; try: model.train() before forward, or wrap it again"
             )
 
 
@@ -88,7 +113,8 @@ def refuse_replaced(model: nn.Module, named: Sequence[tuple[str, Tensor]]) -> No
         if id(tensor) not in present and agreement.plain(name) in names:
             raise InvalidArgument(
                 f"{name} is another parameter of the model than it was when it was wrapped: its gradient would "
-                "silently stay on this rank; replace modules, or load_state_dict(..., assign=True), before wrapping"
+                "silently stay on this rank; try: replace modules, or load_state_dict(..., assign=True), before "
+                "wrapping"
             )
 
 
@@ -105,10 +131,30 @@ def refuse_other_than_mean(algorithm: Algorithm) -> None:
         )
 
 
+def refuse_spoiled(named: Sequence[tuple[str, Tensor]], algorithm: str, step: int) -> None:
+    """Raises if a parameter is not finite any more, after an exchange of gradients that were not, where nobody could
+    look before the optimizer's step. A step that was left out has done no harm."""
+    for name, parameter in named:
+        if not bool(parameter.detach().isfinite().all()):
+            raise NonFinite(
+                f"gradients of step {step} or before were NaN or infinite on some rank, {algorithm} has made whole "
+                f"blocks NaN of them on all, and a step with these has spoiled {name}; try: go back to a checkpoint, "
+                "and give DataParallel the optimizer, whose step() raises before it does harm"
+            )
+
+
 def of_non_finite(algorithm: str, step: int, place: str) -> NonFinite:
     """What was sent was not finite. On a GPU it shows when the exchange has long been used: the host does not wait."""
     when = f"step {step}" if place == "cpu" else f"a step before {step}"
     return NonFinite(
         f"gradients of {when} were NaN or infinite on some rank, and {algorithm} has made whole blocks NaN of them on "
         "all; try: a lower learning rate, clipping, a GradScaler, or check torch.isfinite before step()"
+    )
+
+
+def of_non_finite_weights(algorithm: str, step: int, bad: int) -> NonFinite:
+    """The error of weights that cannot be encoded, which this rank has sent nobody."""
+    return NonFinite(
+        f"weights after step {step} have {bad} numbers that are NaN or infinite, and {algorithm} could not encode "
+        "them; try: a lower learning rate, clipping, or go back to a checkpoint"
     )

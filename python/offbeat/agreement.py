@@ -4,14 +4,14 @@ import difflib
 import hashlib
 import pickle
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
 from . import _core, runtime, views
-from .errors import Mismatch, Unsupported
+from .errors import InvalidArgument, Mismatch, Unsupported
 
 # Tensors travel together up to this many bytes; one of ALONE or more is not worth the copy that this takes.
 PACK, ALONE = 4 << 20, 1 << 20
@@ -64,6 +64,7 @@ def left_out(model: nn.Module) -> set[str]:
     return names
 
 
+SAME_GROUPS = "give the optimizer the same parameters in the same order on every rank; a set() has another on each"
 SAME_MODEL = "build the same model on every rank, in the same order, before wrapping it"
 
 
@@ -74,7 +75,7 @@ def compare(group: _core.Group, what: str, lines: Sequence[str], advice: str = S
     hashes = gather(group, mine)
     if all(torch.equal(theirs, hashes[0]) for theirs in hashes):
         return
-    texts = gather(group, torch.tensor(list(text), dtype=torch.uint8))
+    texts = gather(group, torch.tensor(list(text), dtype=torch.uint8, device="cpu"))
     raise Mismatch(difference(what, [bytes(theirs.numpy()).decode().split("\n") for theirs in texts], advice))
 
 
@@ -85,10 +86,24 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return f"optimizer {names[0]} with groups of {sizes} parameters"
 
 
+def describe_groups(optimizer: torch.optim.Optimizer, named: Named) -> list[str]:
+    """Which parameters an optimizer has, in its order."""
+    names = {id(tensor): name for name, tensor in named}
+    return [
+        f"group {number}: {names.get(id(tensor), 'a parameter that is left out')}"
+        for number, each in enumerate(optimizer.param_groups)
+        for tensor in each["params"]
+    ]
+
+
 def describe(name: str, tensor: Tensor, *, buffer: bool = False) -> str:
-    """A tensor in one line."""
+    """A tensor in one line. Gradients and weights are exchanged as they lie in memory, buffers by their elements."""
     dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{name} {dtype}{list(tensor.shape)}{'' if tensor.requires_grad or buffer else ' frozen'}"
+    if buffer:
+        return f"{name} {dtype}{list(tensor.shape)}"
+    order = views.order(tensor)
+    layout = "" if order == tuple(sorted(order)) else f" with dimensions in memory as {list(order)}"
+    return f"{name} {dtype}{list(tensor.shape)}{layout}{'' if tensor.requires_grad else ' frozen'}"
 
 
 def compare_model(group: _core.Group, algorithm: object, optimizer: torch.optim.Optimizer | None, named: Named) -> None:
@@ -98,6 +113,9 @@ def compare_model(group: _core.Group, algorithm: object, optimizer: torch.optim.
         lines.append(describe_optimizer(optimizer))
     compare(group, "settings", lines)
     compare(group, "parameters", [describe(name, tensor) for name, tensor in named])
+    if optimizer is not None:
+        # settings and state are handed over by groups and places in them
+        compare(group, "groups of parameters", describe_groups(optimizer, named), SAME_GROUPS)
 
 
 def compare_buffers(group: _core.Group, named: Named) -> None:
@@ -209,8 +227,7 @@ def broadcast_optimizer(
     mine = runtime.rank() == source
     states = [outline(optimizer.state.get(parameter, {}), parameter) for parameter in parameters]
     groups = [{key: value for key, value in each.items() if key != "params"} for each in optimizer.param_groups]
-    data = torch.frombuffer(bytearray(pickle.dumps((states, groups))), dtype=torch.uint8)
-    states, groups = pickle.loads(bytes(gather(group, data if mine else data[:0])[source].numpy()))
+    states, groups = told_by(group, source, (states, groups))
     tensors: list[Tensor] = []
     for parameter, entries in zip(parameters, states, strict=True):
         if not mine:
@@ -226,6 +243,20 @@ def broadcast_optimizer(
         for each, settings in zip(optimizer.param_groups, groups, strict=True):
             each.update(settings)
     broadcast_tensors(group, tensors, source, carriage)
+
+
+def told_by(group: _core.Group, source: int, value: object) -> Any:  # noqa: ANN401
+    """What `source` has here, on all ranks."""
+    try:
+        data = pickle.dumps(value)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise InvalidArgument(
+            f"the optimizer's state or settings cannot be handed to other ranks ({error}); try: plain values, and "
+            "functions of a module instead of a lambda"
+        ) from None
+    mine = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    mine = mine if runtime.rank() == source else mine[:0]
+    return pickle.loads(bytes(gather(group, mine)[source].numpy()))
 
 
 class Outline:
@@ -248,7 +279,7 @@ def fill(entry: object, known: object, parameter: Tensor) -> object:
         return entry
     if isinstance(known, Tensor) and (tuple(known.shape), known.dtype) == (entry.shape, entry.dtype):
         return known
-    return torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device if entry.beside else None)
+    return torch.empty(entry.shape, dtype=entry.dtype, device=parameter.device if entry.beside else "cpu")
 
 
 def compare_values(group: _core.Group, named: Named, step: int, *, working: bool = True) -> None:
@@ -257,7 +288,7 @@ def compare_values(group: _core.Group, named: Named, step: int, *, working: bool
     A rank that is not working only takes part: its parameters are old, and that is no drift.
     """
     digests = [digest(tensor) for _, tensor in named]
-    mine = torch.tensor([int(working), *digests], dtype=torch.int64)
+    mine = torch.tensor([int(working), *digests], dtype=torch.int64, device="cpu")
     theirs = gather(group, mine)
     ranks = [rank for rank, row in enumerate(theirs) if row[0]]
     rows = torch.stack([theirs[rank][1:] for rank in ranks])
@@ -276,6 +307,13 @@ def compare_values(group: _core.Group, named: Named, step: int, *, working: bool
 def digest(tensor: Tensor) -> int:
     """A number for a tensor's bytes."""
     return _core.digest(views.reals(tensor).contiguous().cpu())
+
+
+def hosts(group: _core.Group) -> list[int]:
+    """Of each rank the lowest one on its host."""
+    links = runtime.current().links()
+    first = min(link["rank"] for link in links if link["kind"] in ("self", "shared memory"))
+    return [int(theirs) for theirs in gather(group, torch.tensor([first], device="cpu"))]
 
 
 def gather(group: _core.Group, tensor: Tensor) -> list[Tensor]:

@@ -7,7 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from . import adam
+from . import adam, codecs
+from .checks import check_warmup
 from .errors import InvalidArgument
 from .steps import Described, Parameter, Step
 from .syncs import Sync
@@ -34,7 +35,9 @@ class Algorithm:
 
     def steps(self) -> Sequence[Step]:
         """What is done with each bucket, in this order."""
-        raise NotImplementedError(f"{type(self).__name__} must say what its steps are")
+        raise InvalidArgument(
+            f'{type(self).__name__} does not say what its steps are; try: steps() that returns [AllReduce("mean")]'
+        )
 
     def warmup(self) -> tuple[int, Sequence[Step]]:
         """For how many exchanges something else is done first, and what."""
@@ -74,18 +77,41 @@ def describe(
     groups = () if optimizer is None else optimizer.param_groups
     settings = {id(tensor): group for group in groups for tensor in group["params"]}
     parameters = [Parameter(name, settings.get(id(tensor), {})) for name, tensor in named]
-    warmup, first = algorithm.warmup()
-    steps = algorithm.steps()
-    if not steps and algorithm.sync() is None:
+    (warmup, first), steps, sync = warmup_of(algorithm), algorithm.steps(), algorithm.sync()
+    if not steps and sync is None:
         raise InvalidArgument(
             f'{algorithm} is an algorithm without steps; try: steps() that returns [AllReduce("mean")]'
         )
+    for what, listed in (("warmup()", first), ("steps()", steps), ("sync()", () if sync is None else sync.steps)):
+        refuse_no_steps(f"{what} of {algorithm}", listed)
     return Description(
         warmup, [step.describe(parameters) for step in first], [step.describe(parameters) for step in steps]
     )
 
 
-def check_warmup(steps: object) -> None:
-    """Raises unless it is a number of steps."""
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 2**63:
-        raise InvalidArgument(f"warmup_steps={steps!r}; try: a whole number from 0 on, e.g. 100")
+def warmup_of(algorithm: Algorithm) -> tuple[int, Sequence[Step]]:
+    """An algorithm's warm-up, if it is one."""
+    given: object = algorithm.warmup()
+    if not isinstance(given, list | tuple) or len(given) != 2:
+        raise InvalidArgument(f'warmup() of {algorithm} gives {given!r}; try: a pair, e.g. (100, [AllReduce("mean")])')
+    check_warmup(given[0], f"{algorithm}.warmup()[0]")
+    return given[0], given[1]
+
+
+def refuse_no_steps(what: str, listed: object) -> None:
+    """Raises unless all of these are steps."""
+    if not isinstance(listed, list | tuple):
+        raise InvalidArgument(f'{what} gives {listed!r}, which is no list; try: [AllReduce("mean")]')
+    for step in listed:
+        if isinstance(step, type) and issubclass(step, Step):
+            raise InvalidArgument(f"{what} gives the class {step.__name__}; try: [{step.__name__}()]")
+        if not isinstance(step, Step):
+            raise InvalidArgument(f'{what} gives {step!r}, which is no step; try: [AllReduce("mean")]')
+
+
+def codecs_of(algorithm: Algorithm) -> list[str]:
+    """The names of the codecs that an algorithm encodes with, in the order of its steps."""
+    sync = algorithm.sync()
+    steps = (*algorithm.warmup()[1], *algorithm.steps(), *(() if sync is None else sync.steps))
+    names = (codecs.name_of(getattr(step, "codec", None)) for step in steps)
+    return [name for name in names if name is not None]

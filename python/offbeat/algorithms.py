@@ -11,18 +11,30 @@ from typing import ClassVar
 import torch
 
 from . import adam, codecs
-from .algorithm import Algorithm, check_warmup
+from .algorithm import Algorithm
 from .asynchronous import AsyncGossip, AsyncModelAverage, AsyncServer
+from .checks import check_flag, check_warmup
 from .errors import InvalidArgument
 from .local import Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized
 from .steps import AllReduce, Gradient, Hierarchical, LowRank, Momentum, Select, Step
+from .syncs import Sync
 
 # Where other packages register algorithms by name.
 ENTRY_POINTS = "offbeat.algorithms"
 
 
+class Averaging(Algorithm):
+    """What algorithms that give the mean or the sum in every exchange have in common."""
+
+    average: bool
+
+    def __post_init__(self) -> None:
+        check_flag("average", self.average)
+        self.steps()
+
+
 @dataclass(frozen=True)
-class GradientAllReduce(Algorithm):
+class GradientAllReduce(Averaging):
     """Averages gradients over all ranks while backward goes on: the result of torch's DistributedDataParallel.
 
     average: False gives the sum instead of the mean.
@@ -39,7 +51,7 @@ class GradientAllReduce(Algorithm):
 
 
 @dataclass(frozen=True)
-class ByteGrad(Algorithm):
+class ByteGrad(Averaging):
     """Averages gradients in 8 bits between hosts: a quarter of the bytes of float32.
 
     Every rank sends its share to its owner in blocks of 256 numbers with one range each; the owner adds up in float32
@@ -62,7 +74,7 @@ class ByteGrad(Algorithm):
 
 
 @dataclass(frozen=True)
-class QSGD(Algorithm):
+class QSGD(Averaging):
     """Averages gradients in 8 bits between hosts, rounded up or down at random so that the expected value is exact.
 
     The random numbers depend on seed, step, parameter and the place in it: a run can be repeated, and resumed.
@@ -249,6 +261,7 @@ __all__ = [
     "OneBitAdam",
     "PowerSGD",
     "QAdam",
+    "Sync",
     "TopK",
     "resolve",
 ]

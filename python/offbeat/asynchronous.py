@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from . import codecs
-from .algorithm import Algorithm, check_warmup
+from .algorithm import Algorithm
+from .checks import check_flag, check_period, check_seed, check_warmup, is_whole
 from .errors import InvalidArgument
-from .steps import Step, check_seed
+from .steps import Step
 
 # Seconds from round to round where ranks wait for each other.
 BOUNDED = 0.1
@@ -133,10 +134,13 @@ class AsyncServer(Background):
 
     def __post_init__(self) -> None:
         check_period(self.period)
+        if self.feedback is not None:
+            check_flag("feedback", self.feedback)
         bound = self.staleness
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int) or bound < 0):
+        if bound is not None and not (is_whole(bound) and bound >= 0):
             raise InvalidArgument(f"staleness={bound!r}; try: a whole number from 0 on, or None for no bound")
-        codecs.resolve(self.codec)
+        if self.feedback and codecs.resolve(self.codec) is None:
+            raise InvalidArgument("feedback without a codec, which would lose nothing; try: a codec, or feedback=None")
 
     @property
     def bound(self) -> int | None:
@@ -146,11 +150,3 @@ class AsyncServer(Background):
         feedback = self.feedback if self.feedback is not None else self.codec is not None
         bounded = self.staleness is not None
         return "server", {"codec": codecs.resolve(self.codec), "feedback": feedback, "bounded": bounded}
-
-
-def check_period(period: object) -> None:
-    """Raises unless it is a time, or None."""
-    if period is None:
-        return
-    if isinstance(period, bool) or not isinstance(period, int | float) or not 0 <= period < 1e9:
-        raise InvalidArgument(f"period={period!r}; try: a number of seconds from 0 on, e.g. 0.5, or None")

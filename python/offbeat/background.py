@@ -13,7 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import _core, agreement, counters, devices, hooks, owners, replica, resuming, runtime, views
+from . import (
+    _core,
+    advice,
+    agreement,
+    consolidation,
+    counters,
+    devices,
+    hooks,
+    owners,
+    replica,
+    resuming,
+    runtime,
+    views,
+)
 from .algorithms import GradientAllReduce
 from .asynchronous import Background
 from .errors import InvalidArgument, Timeout, Unsupported
@@ -37,16 +50,15 @@ class BackgroundReplica:
     ) -> None:
         if optimizer is None:
             raise InvalidArgument(
-                f"{algorithm.name} works at the end of each optimizer step, and there is no optimizer; pass optimizer="
+                f"{algorithm.name} works at the end of each optimizer step, and there is no optimizer; try: optimizer="
             )
         if check_every:
             raise InvalidArgument(
-                f"check_every={check_every} compares parameters that {algorithm.name} lets differ; leave it out, and "
-                "look at the spread in offbeat.stats()"
+                f"check_every={check_every} compares parameters that {algorithm.name} lets differ; try: leave it out, "
+                "and look at the spread in offbeat.stats()"
             )
         self.number = counters.number()
         self.model, self.algorithm, self.optimizer = model, algorithm, optimizer
-        self.takeover = None
         self.world = runtime.world_size()
         # Steps of this rank that may be made on top of its last exchange; None for any number.
         self.staleness = algorithm.bound
@@ -65,6 +77,8 @@ class BackgroundReplica:
         self._stands_in = False
         # Whether this rank takes part no more.
         self._left = False
+        # Numbers that were NaN or infinite: in snapshots that were refused, and among what was encoded before.
+        self._refused = self._encoded_bad = 0
         # Rounds that were made before a checkpoint, and those that were dropped.
         self._syncs = self._dropped = 0
         self._group: _core.Group | None = None
@@ -104,6 +118,7 @@ class BackgroundReplica:
         self._snapshots = Snapshots(group, parameters, method, arguments, period=period, device=device)
         self._core = self._snapshots.core
         self._started = self._seeded = self._left = False
+        self._encoded_bad = 0
         self._clock = self._taken = self._synced = 0
 
     def _begin_anew(self) -> None:
@@ -133,6 +148,11 @@ class BackgroundReplica:
 
     def refresh(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Begins anew with other parameters. Every rank does so."""
+        if self._core is not None and self._group is not None:
+            # rank 0's weights count from now on: what the others have learned must be in them
+            with self.settled():
+                buffers = [tensor for _, tensor in agreement.buffers_of(self.model, agreement.left_out(self.model))]
+                self.spread, _ = consolidation.average(self._group, [tensor for _, tensor in self._named], buffers)
         owners.release(self, self._named)
         self._named = list(named)
         if self._first is not None:
@@ -151,6 +171,7 @@ class BackgroundReplica:
     def step_begins(self) -> None:
         """Before the optimizer's step. What is there before the first one is what exchanges begin with: a checkpoint
         of the model may have been loaded after one of the optimizer."""
+        runtime.training_here()
         self._end_stand_in()
         self._seed()
 
@@ -193,11 +214,31 @@ class BackgroundReplica:
             self._do(snapshots, task)
 
     def _do(self, snapshots: Snapshots, task: str) -> None:
+        if task == "snapshot":
+            self._refuse_non_finite(snapshots)
         snapshots.do(task, self._clock)
         if task == "snapshot":
             self._taken = self._clock
         else:
             self._synced = self._taken
+
+    def _refuse_non_finite(self, snapshots: Snapshots) -> None:
+        """Before a snapshot that would be encoded. The host waits for no GPU: there it is what was encoded last."""
+        if getattr(self.algorithm, "codec", None) is None or getattr(self.optimizer, "found_inf", None) is not None:
+            return
+        if snapshots.is_on_gpu:
+            counted = snapshots.core.coded()[2]
+            bad, self._encoded_bad = counted - self._encoded_bad, counted
+        else:
+            bad = snapshots.non_finite()
+            self._refused += bad
+        if bad:
+            raise advice.of_non_finite_weights(self.algorithm.name, self.step, bad)
+
+    def _coded(self) -> tuple[int, int, int, float, float]:
+        """What encoding has done, and what was refused before."""
+        plain, coded, bad, error, seconds = (0, 0, 0, 0.0, 0.0) if self._core is None else self._core.coded()
+        return plain, coded, bad + self._refused, error, seconds
 
     def drain(self) -> None:
         """Waits for the round under way, if there is one, and adds what came of it."""
@@ -246,6 +287,16 @@ class BackgroundReplica:
         if self._stands_in:
             self.resume()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether the warm-up's exchanges are held; see `Replica`."""
+        return self._first is not None and self._first.is_held
+
+    @is_held.setter
+    def is_held(self, held: bool) -> None:
+        if self._first is not None:
+            self._first.is_held = held
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Nothing is exchanged in backward anyway, but in a warm-up."""
@@ -274,31 +325,31 @@ class BackgroundReplica:
 
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
-        """Around somebody else's change of the parameters, on all ranks. The round under way is ended before; ranks
-        that are in none let a copy stand for them, or those that are would wait for their snapshots in vain."""
-        self.drain()
-        if self._paused or not self._started:
-            yield
-            return
-        self.pause()
+        """Around somebody else's change of the parameters, on all ranks: nothing is under way inside, and nothing is
+        left to be added after. Ranks that are in no round let a copy stand for them, or those that are would wait for
+        their snapshots in vain. When all do so no new round begins; when all have ended theirs, every round that some
+        rank was still to be drawn into has begun everywhere, and a second wait ends it."""
+        self._end_stand_in()
+        was_paused = self._paused
         try:
+            for _ in range(2):
+                if self._started:
+                    self.pause()
+                consolidation.meet()
+                self.resume()
+                self.drain()
             yield
         finally:
-            self.resume()
+            if was_paused:
+                self.pause()
+
+    def references(self) -> list[Tensor]:
+        """What else becomes the mean of all ranks: nothing, since nothing is under way."""
+        return []
 
     def consolidated(self, spread: float) -> None:
         """Replicas were made equal; they had been so far apart."""
         self.spread = spread
-
-    def count_step(self) -> None:
-        """Nothing to count: see `step_ended`."""
-
-    def takes_over(self) -> bool:
-        """The optimizer makes its steps itself."""
-        return False
-
-    def make_step(self) -> None:
-        """Never asked for."""
 
     def stats(self) -> counters.Model:
         """What the model has done so far."""
@@ -313,7 +364,7 @@ class BackgroundReplica:
             "bucket_bytes": 0,
             "unused": [],
             "seconds": {"communication": 0.0, "exposed": 0.0},
-            "coding": None if self._core is None else counters.coding(self._core.coded()),
+            "coding": counters.coding(self._coded()),
             "syncs": rounds,
             "spread": self.spread,
             "background": {

@@ -52,7 +52,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Aligns the clocks of all ranks, writes one file for https://ui.perfetto.dev, and says in one line "
         "which rank was last, which link was slowest, and how much of the communication was hidden.",
     )
-    merge.add_argument("files", nargs="+", type=Path, metavar="file", help="one file of each rank, .json or .json.gz")
+    merge.add_argument(
+        "files", nargs="+", type=Path, metavar="file", help="one of each rank, .json or .json.gz; or their directory"
+    )
     merge.add_argument(
         "-o", "--output", type=Path, required=True, help="the file to write; compressed if it ends in .gz"
     )

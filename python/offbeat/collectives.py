@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 from . import codecs, runtime
 from .errors import InvalidArgument
 from .group import Group, member, resolve
-from .handle import Handle, in_place, readable, readable_list, received, writable
+from .handle import Handle, in_place, readable, readable_list, received, settle_orphans, writable
 
 Codec = codecs.Codec | str | None
 
@@ -47,11 +47,13 @@ def all_reduce(
     # The short cut, where Python would otherwise take longer than the reduction itself. Everything else goes the long
     # way, which also finds the words for what is wrong.
     world = runtime.world
-    if group is None and codec is None and not async_op and world is not None and type(tensor) is Tensor:
+    is_plain = group is None and codec is None and not async_op and type(tensor) is Tensor and type(op) is str
+    if world is not None and is_plain:
         increment_version(tensor)
         if world.try_all_reduce(tensor, op):
             return None
     core, _ = resolve(group)
+    _check_op(op)
     flat = writable(tensor)
     return in_place(core.all_reduce(flat, op, codecs.resolve(codec), async_op), tensor, flat, async_op)
 
@@ -69,6 +71,7 @@ def reduce(
 ) -> Handle[None] | None:
     """Reduces the tensors of all ranks into that of `dst`, in place; the others stay as they are."""
     core, ranks = resolve(group)
+    _check_op(op)
     dst = member("dst", dst, ranks)
     mine = dst == runtime.rank()
     flat = writable(tensor) if mine else readable(tensor)
@@ -152,7 +155,7 @@ def scatter(
     if src == runtime.rank():
         if tensors is None:
             raise InvalidArgument(
-                f"src={src} has no tensors to scatter; give a list with one for each rank of the group"
+                f"src={src} has no tensors to scatter; try: give a list with one for each rank of the group"
             )
         parts = readable_list(tensors, len(ranks))
     return in_place(core.scatter(parts, src, flat, async_op), out, flat, async_op, *(parts or ()))
@@ -171,6 +174,7 @@ def reduce_scatter(
 ) -> Handle[Tensor] | Tensor:
     """Reduces lists of tensors, one for each rank; each rank gets its own, reduced, as a new tensor."""
     core, ranks = resolve(group)
+    _check_op(op)
     parts = readable_list(tensors, len(ranks))
     return received(core.reduce_scatter(parts, op, async_op), parts, async_op, tensors[0], lambda mine: mine[0])
 
@@ -199,8 +203,11 @@ def barrier(*, group: Group | None = None, async_op: Literal[True]) -> Handle[No
 def barrier(*, group: Group | None = None, async_op: bool = False) -> Handle[None] | None:
     """Returns when all ranks of the group have come to it."""
     core, _ = resolve(group)
-    nothing = torch.empty(0)
-    return in_place(core.barrier(async_op), nothing, nothing, async_op)
+    nothing = torch.empty(0, device="cpu")
+    handle = in_place(core.barrier(async_op), nothing, nothing, async_op)
+    # calls before it are done, also those that nobody waits for
+    settle_orphans()
+    return handle
 
 
 def send(tensor: Tensor, dst: int, *, tag: int = 0) -> None:
@@ -215,6 +222,11 @@ def recv(tensor: Tensor, src: int, *, tag: int = 0) -> None:
     flat = writable(tensor)
     core.recv(flat, member("src", src, range(core.world_size)), _tag(tag))
     in_place(None, tensor, flat, False)
+
+
+def _check_op(op: str) -> None:
+    if not isinstance(op, str):
+        raise InvalidArgument(f"op must be the name of an operation, not {op!r}; try: 'sum', 'mean', 'min' or 'max'")
 
 
 def _tag(tag: int) -> int:

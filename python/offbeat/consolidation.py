@@ -23,8 +23,9 @@ def consolidate(model: nn.Module) -> float:
     between steps.
 
     Parameters and buffers of floating-point numbers become their mean over all ranks, other buffers are rank 0's.
-    What is equal on all ranks already stays as it is, bit by bit. Training may go on with it: for an algorithm that
-    exchanges weights it is one more average. Ranks that are lost, before or meanwhile, are left out.
+    What the user has left out of wrapping stays each rank's own, and what is equal on all ranks already stays as it is,
+    bit by bit. Training may go on with it: for an algorithm that exchanges weights it is one more average. Ranks that
+    are lost, before or meanwhile, are left out.
 
     Returns:
         The largest distance of a rank's parameters from the mean, relative to the length of the mean; 0.0 if all were
@@ -33,16 +34,26 @@ def consolidate(model: nn.Module) -> float:
     core = runtime.current()
     if core.world_size == 1:
         return 0.0
-    parameters = {id(tensor): tensor for tensor in model.parameters()}
-    buffers = {id(tensor): tensor for tensor in model.buffers() if id(tensor) not in parameters}
+    ignored = agreement.left_out(model)
+    parameters = {id(tensor): tensor for name, tensor in model.named_parameters() if name not in ignored}
+    named = agreement.buffers_of(model, ignored)
+    buffers = {id(tensor): tensor for _, tensor in named if id(tensor) not in parameters}
     replicas = owners.owners(parameters.values())
     with contextlib.ExitStack() as settled:
         for replica in replicas:
             settled.enter_context(replica.settled())
-        spread, _ = average(core.world(), list(parameters.values()), list(buffers.values()))
+        references = [tensor for replica in replicas for tensor in replica.references()]
+        spread, _ = average(core.world(), list(parameters.values()), [*buffers.values(), *references])
     for replica in replicas:
         replica.consolidated(spread)
     return spread
+
+
+def meet() -> None:
+    """Waits until all ranks that are there have come here."""
+    core = runtime.current()
+    core.convene()
+    core.gather_living(torch.zeros(1, dtype=torch.uint8, device="cpu"), patient=False)
 
 
 @dataclass
@@ -80,7 +91,7 @@ def average(
         # who comes back from here knows that everybody has a draft
         group.barrier(False)
     except (PeerLost, PeerFailed):
-        here = core.gather_living(torch.tensor([draft is not None], dtype=torch.uint8), patient=patient)
+        here = core.gather_living(torch.tensor([draft is not None], dtype=torch.uint8, device="cpu"), patient=patient)
         if draft is None or not (here is None or all(value[0] for _, value in here)):
             draft = among_living(core, parameters, buffers, step)
     else:
@@ -105,7 +116,7 @@ def in_group(
 
     rows = agreement.gather(group, digests([*parameters, *buffers]))
     changes, distances = drafted(parameters, buffers, rows, combine)
-    furthest = torch.tensor([distances.away], dtype=torch.float64)
+    furthest = torch.tensor([distances.away], dtype=torch.float64, device="cpu")
     group.all_reduce(furthest, "max", None, False)
     return changes, distances.relative(float(furthest))
 
@@ -120,7 +131,9 @@ def among_living(core: _core.Runtime, parameters: list[Tensor], buffers: list[Te
 
     rows = gather(core, digests([*parameters, *buffers]))
     changes, distances = drafted(parameters, buffers, rows, combine)
-    told = torch.stack(gather(core, torch.tensor([distances.away, step], dtype=torch.float64))).amax(dim=0)
+    told = torch.stack(gather(core, torch.tensor([distances.away, step], dtype=torch.float64, device="cpu"))).amax(
+        dim=0
+    )
     return Draft(changes, distances.relative(float(told[0])), int(told[1]))
 
 
@@ -190,7 +203,7 @@ class Distances:
 
 def digests(tensors: list[Tensor]) -> Tensor:
     """A number for each tensor's bytes."""
-    return torch.tensor([agreement.digest(tensor) for tensor in tensors], dtype=torch.int64)
+    return torch.tensor([agreement.digest(tensor) for tensor in tensors], dtype=torch.int64, device="cpu")
 
 
 def is_exact(tensor: Tensor) -> bool:

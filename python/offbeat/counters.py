@@ -89,9 +89,9 @@ class Stats(TypedDict):
 
 
 def coding(counted: tuple[int, int, int, float, float]) -> Coding | None:
-    """What the core has counted; None while nothing was encoded."""
+    """What was counted; None while nothing was encoded."""
     plain, coded, non_finite, error, seconds = counted
-    if not plain:
+    if not plain and not non_finite:
         return None
     return {
         "plain": plain,
@@ -104,8 +104,10 @@ def coding(counted: tuple[int, int, int, float, float]) -> Coding | None:
 
 
 def seconds_saved(done: Coding, communication: float) -> float:
-    """How much longer communication would have taken without encoding, by the rate at which encoded bytes went."""
-    return (communication - done["seconds"]) * done["saved"] / max(done["coded"], 1) - done["seconds"]
+    """How much longer communication would have taken without encoding, by the rate at which encoded bytes went. What
+    is left of it without this rank's own encoding is not all of the wire: others encode as long, and are waited for."""
+    wire = max(communication - 2 * done["seconds"], 0.0)
+    return wire * done["saved"] / max(done["coded"], 1) - done["seconds"]
 
 
 # Each model puts in a function that gives its part, which any thread may call at any time: it waits for nothing, and

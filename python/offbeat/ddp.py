@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from . import runtime, settings
+from .checks import is_number
 from .errors import InvalidArgument, Unsupported
 
 Device = int | str | torch.device
@@ -39,10 +40,10 @@ class Arguments(TypedDict, total=False):
 
 # By what is accepted, and what to do where it is not that.
 ONLY: dict[str, tuple[object, str]] = {
-    "dim": (0, "inputs are passed on as they are; leave it out"),
-    "init_sync": (True, "ranks begin with the parameters of rank 0; leave it out"),
-    "delay_all_reduce_named_params": (None, "every gradient is exchanged when it is ready; leave it out"),
-    "param_to_hook_all_reduce": (None, "every gradient is exchanged when it is ready; leave it out"),
+    "dim": (0, "inputs are passed on as they are; try: leave it out"),
+    "init_sync": (True, "ranks begin with the parameters of rank 0; try: leave it out"),
+    "delay_all_reduce_named_params": (None, "every gradient is exchanged when it is ready; try: leave it out"),
+    "param_to_hook_all_reduce": (None, "every gradient is exchanged when it is ready; try: leave it out"),
     "mixed_precision": (None, "try: torch.autocast around forward, or 16 bits between hosts (docs/algorithms.md)"),
     "bucket_cap_mb_list": (None, "all buckets have one size; try: bucket_bytes="),
 }
@@ -80,7 +81,7 @@ def leave_out(module: nn.Module, params_and_buffers_to_ignore: Iterable[str]) ->
 
 def from_megabytes(size: object) -> int:
     """A size of buckets as DDP has it."""
-    if isinstance(size, bool) or not isinstance(size, int | float) or not 0 < size < 1 << 20:
+    if not is_number(size) or not 0 < size < 1 << 20:
         raise InvalidArgument(f"bucket_cap_mb={size!r} is no size of buckets; try: bucket_cap_mb=25, or bucket_bytes=")
     return max(1, int(size * (1 << 20)))
 

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from . import _core, agreement, hooks, runtime
+from . import _core, agreement, hooks, runtime, slots
 from .errors import Unsupported
 
 
@@ -149,7 +149,7 @@ class Carriage:
 
     def absent(self, scheduler: _core.Scheduler, index: int, place: Tensor) -> None:
         """Says that a gradient is not there: it counts as zero."""
-        hooks.clear(place)
+        slots.clear(place)
         scheduler.mark_absent(index, self.device.current_stream())
 
     def marker(self, mark: Callable[[Sequence[int], int], None]) -> Callable[[Sequence[int]], None]:

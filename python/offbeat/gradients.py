@@ -6,7 +6,7 @@ exchanged is for the replica to decide (`replica.py`).
 
 from typing import TYPE_CHECKING, Any
 
-from . import _core, devices, hooks, keeping, memory, runtime, trace, views
+from . import _core, devices, hooks, keeping, memory, runtime, slots, trace, views
 from .algorithm import Algorithm, Description
 from .errors import InvalidArgument
 
@@ -27,7 +27,7 @@ class Gradients:
         self.scheduler: _core.Scheduler | None = None
         # Where gradients are, and who carries them there.
         self.carriage: devices.Home | devices.Carriage = devices.Home()
-        self._slots: list[hooks.Slot] = []
+        self._slots: list[slots.Slot] = []
         self._removers: list[Callable[[], None]] = []
         # Those that a backward did not reach, in any round.
         self._missed: set[int] = set()
@@ -36,6 +36,7 @@ class Gradients:
         self._next_order: tuple[list[int], list[bool]] | None = None
         self._loaded_order: list[int] | None = None
         self._loaded: keeping.Kept = {}
+        self._of_hosts: frozenset[str] = frozenset()
 
     @property
     def names(self) -> list[str]:
@@ -46,7 +47,7 @@ class Gradients:
         """The scheduler; raises if there is none any more."""
         runtime.current()
         if self.scheduler is None:
-            raise InvalidArgument("this wrapper was removed; wrap the model or the optimizer again")
+            raise InvalidArgument("this wrapper was removed; try: wrap the model or the optimizer again")
         return self.scheduler
 
     def start(self, lanes: list[_core.Group], algorithm: Algorithm, described: Description, step: int) -> None:
@@ -65,11 +66,12 @@ class Gradients:
             carrier=self.carriage.carrier,
         )
         self.scheduler.resume(step)
+        self._of_hosts = keeping.of_hosts([*described.first, *described.steps])
 
     def begin(self) -> None:
         """Moves into the first buckets of a scheduler, the order of which is not observed yet."""
         self._observing, self._next_order, self._loaded_order = True, None, None
-        self._missed = set()
+        self._missed, self._loaded = set(), {}
         self._adopt()
 
     def leave(self) -> None:
@@ -92,14 +94,16 @@ class Gradients:
         self.carriage.connect(self.line, scheduler)
         places, buckets = memory.spread(scheduler, [parameter for _, parameter in self.named])
         trace.names[self.number] = [", ".join(self.named[index][0] for index in bucket) for bucket in buckets]
-        self._slots = [hooks.Slot(place, index, self.named[index][0]) for index, place in enumerate(places)]
+        self._slots = [slots.Slot(place, index, self.named[index][0]) for index, place in enumerate(places)]
         batch = [(parameter, slot) for (_, parameter), slot in zip(self.named, self._slots, strict=True)]
-        hooks.move(batch)
+        slots.move(batch)
         self._removers = [hooks.watch_gradient(parameter, slot, self.line) for parameter, slot in batch]
 
     def _vacate(self) -> None:
-        """Gives the old buckets' memory back before new ones are made."""
+        """Gives the old buckets' memory back before new ones are made. In a world of one there are none."""
         self._drop_hooks()
+        if not self._slots:
+            return
         for slot, (_, parameter) in zip(self._slots, self.named, strict=True):
             if slot.holds(parameter.grad):
                 parameter.grad = slot.home.clone()
@@ -145,6 +149,7 @@ class Gradients:
         for index in scheduler.missing():
             name, parameter = self.named[index]
             if parameter.grad is None:
+                self._slots[index].spare()
                 self.carriage.absent(scheduler, index, self._slots[index].home)
                 if parameter.requires_grad:
                     absent.append(name)
@@ -159,13 +164,14 @@ class Gradients:
             self._slots[index].show(self.named[index][1])
         if scale != 1.0:
             pairs = zip(self._slots, self.named, strict=True)
-            hooks.scale([slot.home for slot, (_, parameter) in pairs if slot.holds(parameter.grad)], scale)
+            slots.scale([slot.home for slot, (_, parameter) in pairs if slot.holds(parameter.grad)], scale)
         return absent
 
     def finish_without(self) -> None:
         """Takes part in a round of the others without any gradients."""
         scheduler = self.running()
         for index, slot in enumerate(self._slots):
+            slot.spare()
             self.carriage.absent(scheduler, index, slot.home)
         self._observe(scheduler)
         self.carriage.finish(scheduler)
@@ -189,41 +195,58 @@ class Gradients:
             "bucket_bytes": self.bucket_bytes,
             "order": [self.named[index][0] for index in order],
             "late": [name for (name, _), is_late in zip(self.named, late, strict=True) if is_late],
+            "observed": self._next_order is not None,
         }
-        if self.scheduler is not None:
-            kept = keeping.save(self.scheduler, self.names)
-            # what was loaded and waits for its buckets is still what this rank has
-            state |= {"kept": self._loaded or kept} if kept else {}
-        return state
+        return state | ({"kept": self.kept()} if self.keeps else {})
 
-    def load_state_dict(self, state: dict[str, Any], step: int, here: keeping.Author) -> None:
-        """Takes over what `state_dict` gave, and goes on from a step.
+    @property
+    def keeps(self) -> bool:
+        """Whether steps keep anything."""
+        return self.scheduler is not None and keeping.keeps(self.scheduler, self.names)
+
+    def kept(self) -> keeping.Kept:
+        """What steps keep."""
+        if self.scheduler is None:
+            return {}
+        # what was loaded and waits for its buckets is still what this rank has; what codecs have lost in the first
+        # buckets begins at zero in the next
+        return self._loaded or keeping.save(self.scheduler, self.names, without="carrier" if self._observing else None)
+
+    def go_on(self, kept: keeping.Kept) -> None:
+        """Takes over what was kept in other buckets, before these were begun."""
+        taken = keeping.fitting(self.running(), self.names, kept, keeping.Fit.OF_HOSTS, self._of_hosts)
+        keeping.warn_of_new_buckets(kept, taken)
+        keeping.restore(self.running(), self.names, taken)
+
+    def load_state_dict(self, state: dict[str, Any], step: int, match: keeping.Match) -> None:
+        """Takes over what fits of what `state_dict` gave, and goes on from a step.
 
         The order of buckets changes no result of an algorithm that loses nothing. One that does goes on with the
         buckets that it had, because what is kept of the losses lies where those were summed.
         """
-        order = state.get("order", [])
+        order, observed = state.get("order", []), state.get("observed", True)
         places = {name: index for index, name in enumerate(self.names)}
-        saved_by, scheduler = keeping.author(state), self.scheduler
-        if scheduler is None or sorted(order) != sorted(places):
-            # of another kind of algorithm, or of another model; alone there is nothing to keep
-            kept = state.get("kept", {}) if scheduler is not None else {}
-            keeping.warn_of_reset(kept, {}, saved_by, here)
+        scheduler = self.scheduler
+        if scheduler is None:
+            # alone there is nothing to keep
+            return
+        if sorted(order) != sorted(places):
+            # of another kind of algorithm, or of another model
+            keeping.warn_of_reset(state.get("kept", {}), {}, match)
             return
         scheduler.resume(step)
-        self._loaded_order = [places[name] for name in order]
+        self._loaded_order = [places[name] for name in order] if observed else None
         if "kept" not in state:
             return
-        if saved_by != here:
-            same = saved_by[0] == here[0]
-            self._loaded = keeping.fitting(scheduler, self.names, state["kept"], saved_by, here) if same else {}
-            keeping.warn_of_reset(state["kept"], self._loaded, saved_by, here)
-        else:
-            self._loaded = state["kept"]
+        taken = keeping.fitting(scheduler, self.names, state["kept"], match.much, self._of_hosts)
+        keeping.warn_of_reset(state["kept"], taken, match)
+        self._loaded = keeping.with_zeros(scheduler, self.names, taken)
+        if match.much is keeping.Fit.ALL and self._loaded_order is not None:
             late = set(state.get("late", ()))
             self._next_order = (self._loaded_order, [name in late for name in self.names])
             self.bucket_bytes = state.get("bucket_bytes", self.bucket_bytes)
-        if self._loaded and not self.are_buckets_due:
+            self._observing = True
+        if not self.are_buckets_due:
             # no new buckets are due, so what was loaded finds its place now
             self._restore(scheduler)
 

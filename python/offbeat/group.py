@@ -63,9 +63,9 @@ def resolve(group: Group | None) -> tuple[_core.Group, Sequence[int]]:
             f"group= must be an offbeat.Group or None, not {type(group).__name__}; try: offbeat.Group([0, 1])"
         )
     if group._epoch != runtime.epoch:
-        raise InvalidArgument(f"{group} was made before offbeat.shutdown(); make it again after offbeat.init()")
+        raise InvalidArgument(f"{group} was made before offbeat.shutdown(); try: make it again after offbeat.init()")
     if group._rank is None:
-        raise InvalidArgument(f"rank {core.rank} is no member of {group}; let only its members call this")
+        raise InvalidArgument(f"rank {core.rank} is no member of {group}; try: a call by its members only")
     return group._core, group._ranks
 
 
@@ -74,7 +74,7 @@ def member(name: str, rank: int, ranks: Sequence[int]) -> int:
     try:
         number = operator.index(rank)
     except TypeError:
-        raise InvalidArgument(f"{name} must be a rank (int), not {rank!r}; ranks are global, from 0") from None
+        raise InvalidArgument(f"{name} must be a rank (int), not {rank!r}; try: its global number, from 0") from None
     if number not in ranks:
         known = f"0 to {len(ranks) - 1}" if isinstance(ranks, range) else str(list(ranks))
         raise InvalidArgument(f"{name}={number} is not among the ranks of the group; try: one of {known}")
@@ -89,7 +89,9 @@ def _checked(ranks: Iterable[int], world_size: int) -> list[int]:
     if not numbers:
         raise InvalidArgument("a group needs at least one rank; try: offbeat.Group([0, 1])")
     if len(set(numbers)) != len(numbers):
-        raise InvalidArgument(f"ranks {numbers} has duplicates; name each rank once")
+        raise InvalidArgument(f"ranks {numbers} has duplicates; try: name each rank once")
     if numbers[0] < 0 or numbers[-1] >= world_size:
-        raise InvalidArgument(f"ranks {numbers} leaves the world of {world_size}; use ranks from 0 to {world_size - 1}")
+        raise InvalidArgument(
+            f"ranks {numbers} leaves the world of {world_size}; try: ranks from 0 to {world_size - 1}"
+        )
     return numbers

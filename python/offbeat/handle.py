@@ -1,5 +1,6 @@
 """Work under way, and the tensors that take part in it."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -16,8 +17,9 @@ from .errors import InvalidArgument, OffbeatError, Timeout, Unsupported
 T = TypeVar("T")
 _no_dispatch = Tensor.__torch_dispatch__
 
-# Work whose handle was dropped early. The communication thread still uses its tensors: they stay here until it is done.
-_orphans: list[tuple[_core.Ticket, Sequence[Tensor]]] = []
+# Work whose handle was dropped early. The communication thread still uses its tensors: they stay here until it is done,
+# and where a copy stands for a tensor its result is put into place then.
+_orphans: list[tuple[_core.Ticket, Sequence[Tensor], Callable[[list[object] | None], object]]] = []
 
 
 class Handle(Generic[T]):
@@ -34,14 +36,15 @@ class Handle(Generic[T]):
         self._finish: Callable[[list[object] | None], T] | None = finish
         self._error: BaseException | None = None
         self._lock = threading.Lock()
-        if _orphans:
-            _orphans[:] = [orphan for orphan in _orphans if not orphan[0].done()]
+        settle_orphans()
 
     def wait(self, timeout: float | None = None) -> T:
         """What the blocking call would return, or its error. When only `timeout` (seconds) ran out, wait again."""
         deadline = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=-1 if timeout is None else max(timeout, 0.0)):
-            raise Timeout(f"not done within {timeout:g} s, and another thread waits too; wait longer, or ask done()")
+            raise Timeout(
+                f"not done within {timeout:g} s, and another thread waits too; try: wait longer, or ask done()"
+            )
         try:
             self._settle(None if deadline is None else max(deadline - time.monotonic(), 0.0))
         finally:
@@ -79,9 +82,24 @@ class Handle(Generic[T]):
         self._ticket, self._finish, self._tensors = None, None, ()
 
     def __del__(self) -> None:
-        ticket = getattr(self, "_ticket", None)
-        if ticket is not None and not ticket.done():
-            _orphans.append((ticket, self._tensors))
+        ticket, finish = getattr(self, "_ticket", None), getattr(self, "_finish", None)
+        if ticket is not None and finish is not None:
+            _orphans.append((ticket, self._tensors, finish))
+
+
+def settle_orphans() -> None:
+    """Ends the work of dropped handles that is done. Its errors are nobody's: the group's next call raises them."""
+    if not _orphans:
+        return
+    here = _orphans[:]
+    del _orphans[: len(here)]
+    for orphan in here:
+        ticket, _, finish = orphan
+        if ticket.done():
+            with contextlib.suppress(Exception):
+                finish(ticket.wait(None))
+        else:
+            _orphans.append(orphan)
 
 
 def is_staged(tensor: Tensor) -> bool:
@@ -100,7 +118,7 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
         )
     if type(tensor).__torch_dispatch__ is not _no_dispatch:
         raise Unsupported(
-            f"{name} is a {type(tensor).__name__}, which holds no memory of its own; pass the tensor inside it, e.g. "
+            f"{name} is a {type(tensor).__name__}, which holds no memory of its own; try: the tensor inside it, e.g. "
             f"{name}.to_local()"
         )
     staged = is_staged(tensor)
@@ -117,7 +135,7 @@ def readable(tensor: Tensor, name: str = "tensor") -> Tensor:
         raise Unsupported(f"{name} is complex ({tensor.dtype}); try: torch.view_as_real({name})")
     if staged:
         # never the tensor itself: `Tensor.cpu` copies nothing that is there already
-        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu").copy_(tensor.detach())
     if tensor.is_contiguous() and not tensor.is_neg():
         return tensor
     return tensor.detach().contiguous().resolve_neg()
@@ -159,7 +177,7 @@ def readable_list(tensors: Sequence[Tensor], size: int, name: str = "tensors") -
         )
     if len(tensors) != size:
         raise InvalidArgument(
-            f"{name} has {len(tensors)} tensors for {size} ranks; give one for each rank of the group"
+            f"{name} has {len(tensors)} tensors for {size} ranks; try: give one for each rank of the group"
         )
     return [readable(tensor, f"{name}[{index}]") for index, tensor in enumerate(tensors)]
 
@@ -202,5 +220,5 @@ def received(
 
 def _ticket(result: object) -> _core.Ticket:
     if result is None or isinstance(result, list):
-        raise OffbeatError("the core gave no ticket for an asynchronous call; this is a bug, please report it")
+        raise OffbeatError("the core gave no ticket for an asynchronous call; try: report this")
     return result  # type: ignore[return-value]

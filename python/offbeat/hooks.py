@@ -13,14 +13,14 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from . import views
 from .errors import InvalidArgument, Unsupported
+from .slots import Slot, move
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,7 +30,8 @@ class Listener(Protocol):
 
     def forward_begins(self) -> None: ...
     def forward_ended(self) -> bool: ...  # whether it was held by no_sync()
-    def backward_begins(self, held: bool | None) -> None: ...  # sets `Line.exchanging`
+    def backward_begins(self, held: bool | None) -> None: ...  # sets `Line.exchanging` and `Line.announcing`
+    def gradients_begin(self) -> None: ...  # where `Line.announcing` is set
     def backward_ended(self) -> None: ...
     def backward_failed(self) -> None: ...
 
@@ -39,12 +40,14 @@ class Line:
     """What hooks of gradients hold instead of the listener: torch keeps them where Python's collector does not look, so
     whatever they held would live for ever."""
 
-    __slots__ = ("_listener", "_lock", "_mark", "arrive", "arrived", "exchanging")
+    __slots__ = ("_listener", "_lock", "_mark", "announcing", "arrive", "arrived", "exchanging")
 
     def __init__(self, listener: Listener) -> None:
         self._listener = weakref.ref(listener)
         # Whether gradients of the backward under way are exchanged; None while none is under way.
         self.exchanging: bool | None = None
+        # Whether they will be, once the listener was told of the first one.
+        self.announcing = False
         # Parameters whose gradients are not in their slots yet. Always this very list: hooks add to it.
         self.arrived: list[tuple[Tensor, Slot]] = []
         self._lock = threading.Lock()
@@ -68,16 +71,31 @@ class Line:
     def cut(self) -> None:
         """Nothing is exchanged any more."""
         self.disconnect()
-        self.exchanging = False
+        self.exchanging = self.announcing = False
         self.drop()
 
-    def begin(self, held: bool | None = None) -> bool:
-        """At the first gradient of a backward: whether gradients are exchanged. `held` is what the forward said whose
-        output it is, if that is known."""
+    def begin(self, held: bool | None = None) -> None:
+        """At the first gradient of a backward. `held` is what the forward said whose output it is, if that is known."""
         listener = self._listener()
         if self.exchanging is None and listener is not None:
             listener.backward_begins(held)
+
+    def begin_exchange(self) -> bool:
+        """At the gradient of a parameter, where none is exchanged yet: whether this one is."""
+        self.begin()
+        if self.announcing:
+            with self._lock:  # of several threads of autograd the first one
+                listener = self._listener()
+                if self.announcing and listener is not None:
+                    listener.gradients_begin()
+                    self.exchanging, self.announcing = True, False
         return bool(self.exchanging)
+
+    def end(self) -> tuple[bool, bool]:
+        """When backward is over or has raised: whether gradients were exchanged, and whether they would have been."""
+        exchanging, announcing = bool(self.exchanging), self.announcing
+        self.exchanging, self.announcing = None, False
+        return exchanging, exchanging or announcing
 
     def deliver(self) -> None:
         """Puts all gradients that have arrived into their slots."""
@@ -127,92 +145,6 @@ def at_end_of_backward(listener: Listener) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(Ending(listener))
 
 
-class Slot:
-    """A gradient's slot in its bucket. `view` is what users see as `.grad`: they, or `model.to(...)`, may point it to
-    other memory (`.grad.data = ...`), so `home` is ours alone and tells where the slot really is."""
-
-    __slots__ = ("address", "dtype", "home", "index", "name", "view")
-
-    def __init__(self, home: Tensor, index: int, name: str) -> None:
-        self.home, self.view, self.index, self.name = home, home.detach(), index, name
-        self.address, self.dtype = home.data_ptr(), home.dtype
-
-    def renewed(self) -> Tensor:
-        """The view, made anew if somebody has pointed it to other memory."""
-        if self.view.data_ptr() != self.address:
-            self.view = self.home.detach()
-        return self.view
-
-    def holds(self, gradient: Tensor | None) -> bool:
-        """Whether a gradient is in its place already."""
-        return gradient is self.view and self.view.data_ptr() == self.address
-
-    def show(self, parameter: Tensor) -> None:
-        """Makes what is in the bucket the parameter's gradient."""
-        parameter.grad = self.renewed()
-
-    def refuse(self, other: Tensor) -> None:
-        """Raises if a gradient, or the parameter, is of another kind than the slot. Torch may forget the hooks of
-        a parameter whose type changes: gradients would silently stay on this rank."""
-        if other.layout is not torch.strided:
-            raise Unsupported(
-                f"the gradient of {self.name} is sparse ({other.layout}), which cannot be averaged in a bucket; try: "
-                "nn.Embedding(..., sparse=False), or leave the parameter out of this optimizer and exchange it yourself"
-            )
-        if (dtype := views.type_of_gradient(other)) is not self.dtype:
-            raise InvalidArgument(
-                f"{self.name} was {self.dtype} when it was wrapped and is {dtype} now; convert the model first, "
-                "then wrap it"
-            )
-
-
-def fill(views: list[Tensor], tensors: list[Tensor]) -> None:
-    """Copies gradients or weights to where they are exchanged from, on torch's current stream."""
-    torch._foreach_copy_(views, tensors)
-
-
-def clear(view: Tensor) -> None:
-    """Puts zeros where a gradient is exchanged from, on torch's current stream."""
-    view.zero_()
-
-
-def scale(views: list[Tensor], factor: float) -> None:
-    """Multiplies gradients where they are, on torch's current stream."""
-    if views:
-        torch._foreach_mul_(views, factor)
-
-
-def move(batch: Sequence[tuple[Tensor, Slot]]) -> list[int]:
-    """Moves gradients into their slots, where they live from then on. Gives the numbers of those that are there."""
-    ready, parameters, gradients, views = [], [], [], []
-    for parameter, slot in batch:
-        gradient = parameter.grad
-        if gradient is None:  # another hook took it away; it counts as unused
-            continue
-        ready.append(slot.index)
-        view = slot.view
-        if view.data_ptr() != slot.address:
-            view = slot.renewed()
-        if gradient is not view:
-            parameters.append(parameter)
-            gradients.append(gradient)
-            views.append(view)
-    if not views:
-        return ready
-    if torch.is_grad_enabled():  # as in a backward with create_graph=True
-        gradients = [gradient.detach() for gradient in gradients]
-    try:
-        fill(views, gradients)
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.grad = view
-    except RuntimeError:  # looking first would cost as much as all the rest
-        for parameter, slot in batch:
-            if parameter.grad is not None:
-                slot.refuse(parameter.grad)
-        raise
-    return ready
-
-
 def refuse_early_steps(named: Iterable[tuple[str, Tensor]]) -> None:
     """A step that is made while backward runs takes this rank's own gradient, and replicas drift apart."""
     hooked = []
@@ -221,7 +153,7 @@ def refuse_early_steps(named: Iterable[tuple[str, Tensor]]) -> None:
         if getattr(parameter, "_in_backward_optimizers", None):  # torch's mark
             raise InvalidArgument(
                 f"{name} is stepped by an optimizer in backward, as soon as its gradient is there and before it is "
-                "averaged; let optimizer.step() do it after backward"
+                "averaged; try: let optimizer.step() do it after backward"
             )
         if getattr(parameter, "_post_accumulate_grad_hooks", None):
             hooked.append(name)
@@ -247,7 +179,7 @@ def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], No
     index, arrived = slot.index, line.arrived
 
     def hook(parameter: Tensor) -> None:
-        if line.exchanging or line.begin():
+        if line.exchanging or line.begin_exchange():
             arrived.append((parameter, slot))
             if line.arrive(index):
                 line.deliver()
@@ -261,7 +193,30 @@ def watch_gradient(parameter: Tensor, slot: Slot, line: Line) -> Callable[[], No
     return cast("Callable[[], None]", handle.remove)
 
 
-class ForwardHook:
+# Torch's own, private and so perhaps not there.
+_transforms: Callable[[], object] = getattr(
+    getattr(torch._C, "_functorch", None), "peek_interpreter_stack", lambda: None
+)
+
+
+def in_transform() -> bool:
+    """Whether a transform of `torch.func` runs: it asks for gradients of its own, and its tensors take no hooks."""
+    return _transforms() is not None
+
+
+class Hook:
+    """What hooks of a module have in common."""
+
+    def __getattr__(self, name: str) -> object:
+        if name == "__name__":  # torch.jit.script asks for it, and would go on to compile what is behind it
+            raise AttributeError(
+                "torch.jit.script cannot compile the hooks of a wrapped model; try: script it first, then wrap it in "
+                "DataParallel, or remove() the wrapper first; of a copy, script a new model with its state_dict()"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+class ForwardHook(Hook):
     """A hook of a model's forward. In a copy of the model, deep or pickled, it does nothing: that is not watched."""
 
     def __init__(self, model: nn.Module, listener: Listener, line: Line) -> None:
@@ -272,7 +227,7 @@ class ForwardHook:
         return Inert, ()
 
 
-class Inert:
+class Inert(Hook):
     """A hook that does nothing."""
 
     def __call__(self, *_: object) -> None:
@@ -286,7 +241,7 @@ class Before(ForwardHook):
     # torch.compiler.disable this one imports torch's compiler, and Triton with it, at the first call and not here.
     @_disable_dynamo
     def __call__(self, module: nn.Module, _: object) -> None:
-        if module is self.model():
+        if module is self.model() and not in_transform():
             self.listener.forward_begins()
 
 
@@ -295,7 +250,7 @@ class After(ForwardHook):
 
     @_disable_dynamo
     def __call__(self, module: nn.Module, _: object, output: object) -> None:
-        if module is not self.model():
+        if module is not self.model() or in_transform():
             return
         begins = functools.partial(self.begins, self.listener.forward_ended())
         if torch.is_grad_enabled():
@@ -308,7 +263,7 @@ class After(ForwardHook):
         self.line.begin(held)
 
 
-class FirstTraining(Generic[M]):
+class FirstTraining(Hook, Generic[M]):
     """Runs before the forwards of a copy of a wrapped model, and tells of the first one in training."""
 
     def __init__(self, model: M, begins: Callable[[M], None]) -> None:
@@ -321,7 +276,8 @@ class FirstTraining(Generic[M]):
     @_disable_dynamo
     def __call__(self, module: M, _: object) -> None:
         begins = self.begins
-        if begins is not None and module is self.model() and module.training and torch.is_grad_enabled():
+        is_training = module.training and torch.is_grad_enabled() and not in_transform()
+        if begins is not None and module is self.model() and is_training:
             begins(module)
             self.begins = None  # not before: who tries again after an error must not train alone
 
@@ -329,6 +285,15 @@ class FirstTraining(Generic[M]):
 def before_training(model: M, begins: Callable[[M], None]) -> None:
     """Has a function called before the first forward of the model in training."""
     model.register_forward_pre_hook(FirstTraining(model, begins), prepend=True)
+
+
+def refuse_scripted(model: nn.Module) -> None:
+    """Torch lets nobody watch the forward of a scripted model itself."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise Unsupported(
+            "the forward of a model that torch.jit.script has compiled cannot be watched; try: "
+            "offbeat.DataParallel(model, optimizer), which is called in its place"
+        )
 
 
 def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[], None]:
@@ -358,9 +323,38 @@ def tensors_in(value: object) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., None]) -> Callable[[], None]:
+def before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
     """Has a function called before each step of an optimizer. Gives what takes it away."""
+    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise InvalidArgument(
+            f"{type(optimizer).__name__} is an optimizer whose __init__ has not called that of torch.optim.Optimizer; "
+            "try: wrap the optimizer inside of it, or call super().__init__(params, defaults) there"
+        )
     return optimizer.register_step_pre_hook(hook).remove
+
+
+def before_step_is_made(optimizer: torch.optim.Optimizer, check: Callable[[], None]) -> Callable[[], None]:
+    """Has a function called when the gradients of a step are there: before it, or after each call of its closure. Gives
+    what takes that away."""
+
+    def before(
+        _: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            check()
+            return None
+
+        def checked() -> object:
+            loss = closure()
+            check()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": checked}
+        return (args[0], checked, *args[2:]), kwargs
+
+    return before_step(optimizer, before)
 
 
 def around_step(

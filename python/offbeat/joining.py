@@ -5,7 +5,7 @@ data ask, and do the same with nothing to contribute.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -30,6 +30,8 @@ class Turn(IntEnum):
     CHECK = 4
     STEP = 5
     FORWARD = 6
+    # New buckets for other parameters, which ranks without data do not know: only where there are no such ranks.
+    REFRESH = 7
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class Turns:
         self.source = 0
         # What a mean over all ranks is multiplied with.
         self.scale = 1.0
+        # Ranks that had no more data while others worked, in this `join` or the last one.
+        self.idle: set[int] = set()
         self._rules = Rules()
 
     def look(self, member: Member) -> None:
@@ -84,14 +88,18 @@ class Turns:
             return turn
         world = runtime.world_size()
         # the turn, and for each rank whether it works
-        words = torch.zeros(1 + world, dtype=torch.int64)
+        words = torch.zeros(1 + world, dtype=torch.int64, device="cpu")
         words[0], words[1 + runtime.rank()] = int(turn), bool(turn)
         if not _together(member, lambda: member.group.all_reduce(words, "max", None, False)):
             return turn
         working = words[1:].nonzero().flatten().tolist()
         self.source = working[0] if working else 0
-        if self._rules.throw_on_early_termination and 0 < len(working) < world:
-            raise exhausted(rank for rank in range(world) if rank not in working)
+        idle = [rank for rank in range(world) if working and rank not in working]
+        self.idle.update(idle)
+        if self._rules.throw_on_early_termination and idle:
+            raise exhausted(idle)
+        if Turn(int(words[0])) is Turn.REFRESH and idle:
+            raise changed(idle)
         if working and not self._rules.divide_by_initial_world_size:
             self.scale = world / len(working)
         return Turn(int(words[0]))
@@ -111,10 +119,13 @@ class Turns:
             yield
             return
         if _joined:
-            raise InvalidArgument("one join() at a time: ranks could not tell whose turn it is; leave the other first")
+            raise InvalidArgument(
+                "one join() at a time: ranks could not tell whose turn it is; try: leave the other first; for two "
+                "models in one loop see docs/training.md"
+            )
         self._compare(member, rules)
         self.joining = _joined = True
-        self._rules = rules
+        self._rules, self.idle = rules, set()
         try:
             yield
             idle = 0
@@ -138,9 +149,44 @@ class Turns:
     def _last(member: Member, *, idle: bool) -> int:
         """The lowest rank that has worked until the end."""
         world = runtime.world_size()
-        worked_until_the_end = torch.tensor([0 if idle else world - runtime.rank()])
+        worked_until_the_end = torch.tensor([0 if idle else world - runtime.rank()], device="cpu")
         _together(member, lambda: member.group.all_reduce(worked_until_the_end, "max", None, False))
         return world - int(worked_until_the_end)
+
+
+class Joined(Protocol):
+    """Whose exchanges `Joins` keeps in step: a replica."""
+
+    def join(self, rules: Rules) -> contextlib.AbstractContextManager[None]: ...
+
+
+class Joins:
+    """What both wrappers have for ranks with different numbers of batches."""
+
+    def _joined(self) -> Joined:
+        """The replica. Every rank asks for it alike."""
+        raise NotImplementedError
+
+    def join(
+        self,
+        *,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around a loop in which ranks have different numbers of batches. The arguments are those of DDP.
+
+        Args:
+            divide_by_initial_world_size: False divides gradients by the number of ranks that still have data.
+            enable: False does nothing, where all ranks are known to have as many.
+            throw_on_early_termination: with the first rank that has no more data the loop ends on all of them: each
+                raises `offbeat.errors.Exhausted`, after the same number of steps.
+        """
+        rules = Rules(
+            divide_by_initial_world_size=divide_by_initial_world_size,
+            throw_on_early_termination=throw_on_early_termination,
+        )
+        return self._joined().join(rules) if enable else contextlib.nullcontext()
 
 
 def _together(member: Member, call: Callable[[], object]) -> bool:
@@ -154,12 +200,19 @@ def _together(member: Member, call: Callable[[], object]) -> bool:
     return True
 
 
-def exhausted(ranks: Iterable[int]) -> Exhausted:
+def exhausted(ranks: Sequence[int]) -> Exhausted:
     """The story of a loop that ends on all ranks, the same on each of them."""
-    listed = list(ranks)
     return Exhausted(
-        f"rank {', '.join(map(str, listed))} has no more data, so join(throw_on_early_termination=True) ends the loop "
+        f"rank {', '.join(map(str, ranks))} has no more data, so join(throw_on_early_termination=True) ends the loop "
         "on every rank; try: catch offbeat.errors.Exhausted around it, or leave the argument out to train on with "
         "what the others have",
-        ranks=listed,
+        ranks=list(ranks),
+    )
+
+
+def changed(ranks: Sequence[int]) -> InvalidArgument:
+    """The story of parameters that ranks without data do not know, the same on every rank."""
+    return InvalidArgument(
+        "parameters were added or thawed in join(), which every rank must do, and rank "
+        f"{', '.join(map(str, ranks))} has no more data; try: do it on every rank before join() or after it"
     )

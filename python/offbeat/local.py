@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from . import codecs
-from .algorithm import Algorithm, check_warmup
+from .algorithm import Algorithm
+from .checks import check_warmup
 from .errors import InvalidArgument
 from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step
-from .syncs import Sync, check_period
+from .syncs import Sync, check_turns
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class LocalSGD(Algorithm):
 
     def __post_init__(self) -> None:
         check_warmup(self.warmup_steps)
-        check_period(self.every)
+        check_turns(self.every)
 
     def warmup(self) -> tuple[int, Sequence[Step]]:
         return self.warmup_steps, [AllReduce("mean")]
@@ -137,6 +138,9 @@ class LowPrecisionDecentralized(Algorithm):
     x = w. On other graphs, and wherever gamma is given, it is CHOCO: q = x - x̂ goes out encoded, x̂ += q on all sides,
     and x += gamma · Σ_j W_ij (x̂_j - x̂_i). Ranks of a host average among themselves first. When ranks are lost, those
     that are left go on in the same kind of graph, with 8 bits of each weight modulo the distance between ranks.
+
+    CHOCO's running sums are float32, and its mean drifts by some 3e-6 of the weights in each step: for long runs take
+    the ring by DCD.
 
     peers: "ring"; or "exponential" (all its distances in every step) and "all" by CHOCO. Those that change from step to
         step have no copies.

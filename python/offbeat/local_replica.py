@@ -79,14 +79,15 @@ class LocalReplica(replica.Replica):
                 "a rank was lost, and without it no new buckets can be agreed on for parameters that were added or "
                 "thawed; try: save a checkpoint, and start again"
             )
+        self._turns.take(self, Turn.REFRESH)
         # rank 0's weights count from now on: what the others have learned must be in them
         self._average()
         kept = before.state_dict()
         before.remove()
         super().refresh(named)
         if self.weights is not None:
-            here = self._author
-            self.weights.load_state_dict(kept, here, here)
+            taken = self.weights.load_state_dict(kept, keeping.Fit.OF_HOSTS)
+            keeping.warn_of_new_buckets(kept.get("kept", {}), taken)
 
     def _before_forward(self) -> None:
         if self.weights is not None and self.weights.is_due_before_forward:
@@ -108,7 +109,7 @@ class LocalReplica(replica.Replica):
     def step_ended(self, *_: object) -> None:
         """After the optimizer's step, or instead of one that a GradScaler skips."""
         if self.weights is not None:
-            if not self.weights.is_before_forward:
+            if self.weights.is_due_after_step:
                 self._turns.take(self, Turn.STEP)
             self.weights.step_ended()
             self.step = self.weights.step
@@ -143,7 +144,8 @@ class LocalReplica(replica.Replica):
         self.step = self.weights.step = self._average(patient=True)
 
     def _average(self, *, patient: bool = False) -> int:
-        parameters, buffers = [tensor for _, tensor in self._named], [tensor for _, tensor in self._buffers()]
+        parameters = [tensor for _, tensor in self._named]
+        buffers = [*(tensor for _, tensor in self._buffers()), *self.references()]
         with self.settled():
             spread, step = consolidation.average(self.group, parameters, buffers, step=self.step, patient=patient)
         self.consolidated(spread)
@@ -153,8 +155,10 @@ class LocalReplica(replica.Replica):
         super().consolidated(spread)
         if self.weights is not None:
             self.weights.resume()
-            if self.weights.sync.restart and not self.has_lost:
-                self.weights.begin()
+            self.weights.consolidated()
+
+    def references(self) -> list[Tensor]:
+        return [] if self.weights is None else self.weights.before
 
     def stats(self) -> counters.Model:
         stats = super().stats()
@@ -173,17 +177,20 @@ class LocalReplica(replica.Replica):
         state = super().state_dict()
         return state if self.weights is None else state | {"weights": self.weights.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
+    def _take(self, state: dict[str, Any], match: keeping.Match) -> None:
+        super()._take(state, match)
         if self.weights is not None:
-            saved_by, here = keeping.author(state), self._author
             saved = state.get("weights", {})
-            taken = self.weights.load_state_dict(saved, saved_by, here)
-            keeping.warn_of_reset(saved.get("kept", {}), taken, saved_by, here)
+            taken = self.weights.load_state_dict(saved, match.much, has_result=match.is_of_same_world)
+            keeping.warn_of_reset(saved.get("kept", {}), taken, match)
+
+    @property
+    def _keeps(self) -> bool:
+        return super()._keeps or (self.weights is not None and self.weights.keeps)
 
 
 def several_on_a_host(group: _core.Group) -> bool:
     """Whether any host has several ranks."""
-    most = torch.tensor([runtime.local_size()])
+    most = torch.tensor([runtime.local_size()], device="cpu")
     group.all_reduce(most, "max", None, False)
     return int(most) > 1

@@ -23,7 +23,7 @@ def shared_empty(*size: int | Sequence[int], dtype: torch.dtype = torch.float32)
         raise InvalidArgument(f"dtype= must be a torch.dtype, not {dtype!r}; try: torch.float32")
     count = math.prod(shape)
     if count == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     flat: Tensor = from_dlpack(core.shared_empty(count * dtype.itemsize))
     return flat.view(dtype).reshape(shape)
 

@@ -19,6 +19,7 @@ MAGIC_OF_GZIP = b"\x1f\x8b"
 def run(paths: Sequence[Path], output: Path, *, as_json: bool) -> int:
     """Reads, merges, writes and prints. Gives the exit code: 2 if the files cannot be merged."""
     try:
+        paths = [file for path in paths for file in _files(path)]
         if output.resolve() in (path.resolve() for path in paths):
             raise ValueError(f"{output} would overwrite what it is made of; give another file to -o")
         recordings = [_read(path) for path in paths]
@@ -32,6 +33,16 @@ def run(paths: Sequence[Path], output: Path, *, as_json: bool) -> int:
         return 2
     print(json.dumps({**told(found, settings), "output": str(output)}, indent=2) if as_json else found.line)
     return 0
+
+
+def _files(path: Path) -> list[Path]:
+    """A file, or those that `trace.save` has put into a directory."""
+    if not path.is_dir():
+        return [path]
+    inside = sorted(path.glob("rank*.json"))
+    if not inside:
+        raise ValueError(f"{path} has no rank*.json, as trace.save() writes them; try: the files themselves")
+    return inside
 
 
 def merge(recordings: Iterable[Recording]) -> tuple[list[Recording], dict[str, Setting]]:

@@ -92,13 +92,13 @@ def _metrics(stats: Stats) -> list[Metric]:
         Metric(
             "offbeat_bucket_bytes",
             "gauge",
-            "Bytes of all buckets of a model.",
+            "Bytes that a bucket of a model may have.",
             of_models(lambda part: part["bucket_bytes"]),
         ),
         Metric(
             "offbeat_unused_parameters",
             "gauge",
-            "Parameters without a gradient in the last step.",
+            "Parameters that were without a gradient in some step.",
             of_models(lambda part: len(part["unused"])),
         ),
     ]

@@ -19,12 +19,12 @@ def broadcast_object(obj: T, src: int = 0, *, group: Group | None = None) -> T:
     src = member("src", src, ranks)
     if src == runtime.rank():
         data = _pack(obj)
-        broadcast(torch.tensor([data.numel()], dtype=torch.int64), src, group=group)
+        broadcast(torch.tensor([data.numel()], dtype=torch.int64, device="cpu"), src, group=group)
         broadcast(data, src, group=group)
         return obj
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     broadcast(length, src, group=group)
-    data = torch.empty(int(length.item()), dtype=torch.uint8)
+    data = torch.empty(int(length.item()), dtype=torch.uint8, device="cpu")
     broadcast(data, src, group=group)
     theirs: T = _unpack(data)
     return theirs

@@ -3,7 +3,7 @@
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,8 +14,9 @@ from . import algorithms, runtime, settings
 from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
 from .errors import InvalidArgument
-from .joining import Rules
+from .joining import Joins
 from .local_replica import LocalReplica
+from .replica import Replica
 from .replicas import AnyReplica, make
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -45,31 +46,32 @@ def DistributedOptimizer(  # noqa: N802
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidArgument(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; make one first"
+            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; try: make one first"
         )
     if not isinstance(model, nn.Module):
-        raise InvalidArgument(f"model must be a torch.nn.Module, not {type(model).__name__}; pass the model itself")
+        raise InvalidArgument(
+            f"model must be a torch.nn.Module, not {type(model).__name__}; try: pass the model itself"
+        )
     chosen = algorithms.resolve(algorithm)
     size = settings.bucket_bytes(bucket_bytes, runtime.profiled_bucket_bytes())
     every = settings.check_every(check_every)
     named = None if named_parameters is None else pairs(named_parameters)
-    if isinstance(optimizer, Distributed):
-        optimizer.remove()
     names = name_parameters(optimizer, model, named)
+    if isinstance(optimizer, Distributed) and not optimizer._offbeat.is_whole:
+        optimizer.remove()
     replica = make(
         model, names, chosen, optimizer=optimizer, bucket_bytes=size, check_every=every, broadcast_buffers=True
     )
-    base: type[Distributed] = Distributed if replica.takeover is None else TakenOver
-    if isinstance(replica, LocalReplica | BackgroundReplica):
-        base = Stepping
-    change_class(optimizer, base, Wrapping(replica, type(optimizer), model, named))
+    change_class(optimizer, Wrapping(replica, type(optimizer), model, named))
     return optimizer
 
 
-def change_class(optimizer: torch.optim.Optimizer, base: type[torch.optim.Optimizer], wrapping: "Wrapping") -> None:
-    """Gives an optimizer what `base` has, in front of its own class."""
-    kind, wrapped = wrapping.kind, cast("Any", optimizer)
+def change_class(optimizer: torch.optim.Optimizer, wrapping: "Wrapping") -> None:
+    """Gives an optimizer what its replica's algorithm needs of it, in front of its own class."""
+    kind, base, wrapped = wrapping.kind, wrapping.base, cast("Any", optimizer)
     wrapped._offbeat = wrapping
+    if isinstance(wrapping.replica, Replica):
+        wrapping.replica.late = wrapping.late
     wrapped.__class__ = type(kind.__name__, (base, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     if base is not Distributed:
         wrapping.patched = route_step(optimizer)
@@ -103,6 +105,14 @@ def route_step(optimizer: torch.optim.Optimizer) -> object:
     return patched
 
 
+def all_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """A model's parameters with their names, but for those that the user has left out."""
+    ignored = left_out(model)
+    named = without_wrappers((name, tensor) for name, tensor in model.named_parameters() if name not in ignored)
+    refuse_lazy(named)
+    return named
+
+
 def name_parameters(
     optimizer: torch.optim.Optimizer, model: nn.Module, named: list[tuple[str, Tensor]] | None
 ) -> list[tuple[str, Tensor]]:
@@ -119,17 +129,17 @@ def name_parameters(
     nameless = [tensor for key, tensor in owned.items() if key not in names]
     if len(nameless) == len(owned):
         raise InvalidArgument(
-            f"the optimizer has none of the model's parameters ({len(owned)} of its own); make it from "
+            f"the optimizer has none of the model's parameters ({len(owned)} of its own); try: make it from "
             "model.parameters() of this very model, after moving or compiling it"
         )
     if nameless:
         raise InvalidArgument(
             f"the optimizer has {len(nameless)} parameters that are not the model's, e.g. of shape "
-            f"{tuple(nameless[0].shape)}; name them with named_parameters=[('name', tensor), ...]"
+            f"{tuple(nameless[0].shape)}; try: name them with named_parameters=[('name', tensor), ...]"
         )
     if not any(tensor.requires_grad for tensor in owned.values()):
         raise InvalidArgument(
-            f"the optimizer has no parameters that require a gradient: all {len(owned)} are frozen; call "
+            f"the optimizer has no parameters that require a gradient: all {len(owned)} are frozen; try: "
             "requires_grad_(True) on some first"
         )
     return list({key: (names[key], owned[key]) for key in map(id, (t for _, t in known)) if key in owned}.values())
@@ -156,7 +166,7 @@ def refuse_same_names(named: Iterable[tuple[str, Tensor]]) -> None:
         if taken.setdefault(name, tensor) is not tensor:
             raise InvalidArgument(
                 f"two parameters have the name {name}, of shapes {tuple(taken[name].shape)} and {tuple(tensor.shape)}; "
-                "give each its own in named_parameters=, e.g. with the name of its model in front"
+                "try: give each its own in named_parameters=, e.g. with the name of its model in front"
             )
 
 
@@ -164,7 +174,9 @@ def refuse_lazy(named: Iterable[tuple[str, Tensor]]) -> None:
     """Parameters that have no shape yet cannot be compared or exchanged."""
     for name, tensor in named:
         if is_lazy(tensor):
-            raise InvalidArgument(f"{name} has no shape yet: it is of a lazy module; run a forward before wrapping")
+            raise InvalidArgument(
+                f"{name} has no shape yet: it is of a lazy module; try: run a forward before wrapping"
+            )
 
 
 class Wrapping:
@@ -176,13 +188,39 @@ class Wrapping:
         kind: type[torch.optim.Optimizer],
         model: nn.Module,
         named: list[tuple[str, Tensor]] | None,
+        *,
+        is_whole: bool = False,
     ) -> None:
         self.replica, self.kind, self.model, self.named = replica, kind, model, named
+        # Whether it is a `DataParallel`'s: all of the model's parameters are exchanged, also those that this optimizer
+        # does not step, and only that wrapper gives them back.
+        self.is_whole = is_whole
+        # How many parameters the optimizer had when it was last looked at.
+        self._count = self._counted()
         # The `step` that a scheduler had put on the object, where ours has taken its place.
         self.patched: object = None
 
+    def late(self) -> list[tuple[str, Tensor]] | None:
+        """All parameters, if a group has more of them than it had: not every script calls `add_param_group`."""
+        optimizer, count = self.replica.optimizer, self._counted()
+        if optimizer is None or count == self._count:
+            return None
+        self._count = count
+        return name_late(optimizer, self)
 
-class Distributed(torch.optim.Optimizer):
+    def _counted(self) -> int:
+        optimizer = self.replica.optimizer
+        return 0 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
+
+    @property
+    def base(self) -> "type[Distributed]":
+        """What stands in front of the optimizer's own class."""
+        if isinstance(self.replica, LocalReplica | BackgroundReplica):
+            return Stepping
+        return Distributed if self.replica.takeover is None else TakenOver
+
+
+class Distributed(Joins, torch.optim.Optimizer):
     """What a wrapped optimizer's class has besides its own. `isinstance` of the old class still holds."""
 
     _offbeat: Wrapping
@@ -191,23 +229,8 @@ class Distributed(torch.optim.Optimizer):
         """Forwards in this context only accumulate: nothing is exchanged in their backward. DDP's meaning exactly."""
         return self._offbeat.replica.no_sync()
 
-    def join(
-        self,
-        *,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Around a loop in which ranks have different numbers of batches. The arguments are those of DDP.
-
-        Args:
-            divide_by_initial_world_size: False divides gradients by the number of ranks that still have data.
-            enable: False does nothing, where all ranks are known to have as many.
-            throw_on_early_termination: with the first rank that has no more data the loop ends on all of them: each
-                raises `offbeat.errors.Exhausted`, after the same number of steps.
-        """
-        rules = Rules(divide_by_initial_world_size, throw_on_early_termination)
-        return self._offbeat.replica.join(rules) if enable else nullcontext()
+    def _joined(self) -> AnyReplica:
+        return self._offbeat.replica
 
     def pause(self) -> None:
         """Leaves the parameters alone until `resume`, e.g. for an evaluation; others exchange without them."""
@@ -227,8 +250,8 @@ class Distributed(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         wrapping = self.__dict__.get("_offbeat")
-        if wrapping is not None:
-            wrapping.replica.refresh(name_late(self, wrapping))
+        if wrapping is not None and (late := wrapping.late()) is not None:
+            wrapping.replica.refresh(late)
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
@@ -241,7 +264,7 @@ class Distributed(torch.optim.Optimizer):
         self._offbeat.replica.load_state_dict(ours or {})
 
     def __reduce__(self) -> Any:  # noqa: ANN401
-        raise InvalidArgument("a wrapped optimizer cannot be pickled or copied; use state_dict(), or remove() first")
+        raise InvalidArgument("a wrapped optimizer cannot be pickled or copied; try: state_dict(), or remove() first")
 
 
 class TakenOver(Distributed):
@@ -252,30 +275,31 @@ class TakenOver(Distributed):
         if not issubclass(kind, TakenOver):
             # a scheduler that was made while it was wrapped holds on to this function
             return kind.step(self) if closure is None else kind.step(self, closure)
-        replica = self._offbeat.replica
+        # first, since its backward decides who makes the step; Adam calls it once too
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        replica = cast("Replica", self._offbeat.replica)
         replica.count_step()
         if replica.takes_over():
-            return self._taken_over(closure)
-        return super().step() if closure is None else super().step(closure)
+            self._taken_over()
+        else:
+            super().step()
+        return loss
 
     # torch must not put its hooks around this one: they are around each of the two it chooses from
     step.hooked = True  # type: ignore[attr-defined]
 
     @torch.optim.Optimizer.profile_hook_step
-    def _taken_over(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._offbeat.replica.make_step()
-        return loss
+    def _taken_over(self) -> None:
+        cast("Replica", self._offbeat.replica).make_step()
 
 
-class Counting(torch.optim.Optimizer):
-    """For an algorithm that exchanges weights between steps. Ranks have gradients of their own there, and one may
-    overflow where the others do not; so a GradScaler leaves the skipping to `step`, which counts on every rank."""
+class Stepping(Distributed):
+    """The same for an algorithm that exchanges weights between steps. Ranks have gradients of their own there, and one
+    may overflow where the others do not; so a GradScaler leaves the skipping to `step`, which counts on every rank."""
 
-    _offbeat: Wrapping
     _step_supports_amp_scaling = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401
@@ -302,10 +326,6 @@ class Counting(torch.optim.Optimizer):
     step.hooked = True  # type: ignore[attr-defined]
 
 
-class Stepping(Counting, Distributed):
-    """A wrapped optimizer of such an algorithm."""
-
-
 def unscale(optimizer: torch.optim.Optimizer, scale: Tensor) -> None:
     """Takes a GradScaler's scale out of the gradients, as it does itself for other optimizers."""
     inverse = scale.double().reciprocal().float()
@@ -320,7 +340,10 @@ def name_late(optimizer: torch.optim.Optimizer, wrapping: Wrapping) -> list[tupl
     """Names for all parameters, also for those that were added later and that the model does not know."""
     known = {id(tensor) for _, tensor in (*wrapping.model.named_parameters(), *(wrapping.named or ()))}
     late = [(name, tensor) for name, tensor in numbered(optimizer) if id(tensor) not in known]
-    return name_parameters(optimizer, wrapping.model, [*(wrapping.named or ()), *late])
+    named = name_parameters(optimizer, wrapping.model, [*(wrapping.named or ()), *late])
+    if not wrapping.is_whole:
+        return named
+    return list({id(tensor): (name, tensor) for name, tensor in (*all_parameters(wrapping.model), *named)}.values())
 
 
 def numbered(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

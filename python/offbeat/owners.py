@@ -21,7 +21,7 @@ def claim(replica: object, named: Iterable[tuple[str, Tensor]]) -> None:
             _owners[tensor] = weakref.ref(replica)
         elif owner() is not replica:
             raise InvalidArgument(
-                f"{name} is kept equal already by another wrapper; call remove() on that one first, or wrap once"
+                f"{name} is kept equal already by another wrapper; try: remove() on that one first, or wrap once"
             )
 
 

@@ -1,27 +1,25 @@
 """`DataParallel`: the shape of torch's DistributedDataParallel."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Never, Unpack
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from . import algorithms, ddp, hooks, owners, runtime, settings
-from .agreement import left_out, without_wrappers
-from .background import BackgroundReplica
 from .errors import InvalidArgument, Unsupported
-from .joining import Rules
-from .local_replica import LocalReplica
-from .optimizer import Counting, Wrapping, change_class, refuse_lazy, restore_class
+from .joining import Joins
+from .optimizer import Distributed, Wrapping, all_parameters, change_class, restore_class
 from .replica import Options, Replica
 from .replicas import AnyReplica, make
 
 
-class DataParallel(nn.Module):
+class DataParallel(Joins, nn.Module):
     """A model whose gradients are averaged over all ranks while `backward` runs. Every rank makes one alike.
 
-    Parameters, buffers and the state of the optimizer, if one is given, come from rank 0. Calls go to `module`. A model
-    that is wrapped already is wrapped anew, and the wrapper before it trains no more.
+    Parameters, buffers and the state of the optimizer, if one is given, come from rank 0. Calls go to `module`. The
+    optimizer stays the very same object and gets what `DistributedOptimizer` gives it; its state has the algorithm's.
+    A model that is wrapped already is wrapped anew, and the wrapper before it trains no more.
 
     A copy, deep or pickled, is wrapped by itself in its first forward in training, which every rank makes then.
 
@@ -48,11 +46,13 @@ class DataParallel(nn.Module):
         **of_ddp: Unpack[ddp.Arguments],
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise InvalidArgument(f"model must be a torch.nn.Module, not {type(model).__name__}; pass the model itself")
+            raise InvalidArgument(
+                f"model must be a torch.nn.Module, not {type(model).__name__}; try: pass the model itself"
+            )
         if not isinstance(optimizer, torch.optim.Optimizer | None):
             raise InvalidArgument(
-                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; pass it by name, or leave "
-                "it out; DDP's device_ids is not needed: move model and inputs to their device"
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; try: pass it by name, or "
+                "leave it out; DDP's device_ids is not needed: move model and inputs to their device"
             )
         bucket_bytes, broadcast_buffers = ddp.translate(model, of_ddp, bucket_bytes, broadcast_buffers)
         super().__init__()
@@ -68,19 +68,19 @@ class DataParallel(nn.Module):
         self._replaced = False
         # Whether it is a copy that nobody has trained yet.
         self._asleep = False
+        # How many parameters the model had when it was last looked at.
+        self._count = 0
         self._replica: AnyReplica | None = None
         self._wrap()
 
     def _wrap(self) -> AnyReplica:
         """Has gradients averaged from now on. Every rank does so."""
         model, optimizer = self.module, self._options["optimizer"]
-        ignored = left_out(model)
-        named = without_wrappers((name, t) for name, t in model.named_parameters() if name not in ignored)
-        refuse_lazy(named)
+        named = all_parameters(model)
         if not any(tensor.requires_grad for _, tensor in named):
             raise InvalidArgument(
                 f"the model has no parameters that require a gradient ({len(named)} in all): there is nothing to "
-                "average; call requires_grad_(True) on some first, or use the model as it is"
+                "average; try: requires_grad_(True) on some first, or use the model as it is"
             )
         for owner in owners.owners(model.parameters()):
             if isinstance(owner.model, DataParallel) and owner.model.module is model:
@@ -88,15 +88,24 @@ class DataParallel(nn.Module):
                 owner.model._replaced = True
         replica = make(self, named, self._algorithm, **self._options)
         self._replica, self._asleep = replica, False
-        if optimizer is not None and isinstance(replica, LocalReplica | BackgroundReplica):
-            change_class(optimizer, Counting, Wrapping(replica, type(optimizer), model, None))
+        if optimizer is not None:
+            change_class(optimizer, Wrapping(replica, type(optimizer), model, None, is_whole=True))
+        self._count = sum(1 for _ in model.parameters())
+        if isinstance(replica, Replica):
+            replica.late = self._late
         return replica
+
+    def _late(self) -> list[tuple[str, Tensor]] | None:
+        """All parameters, if the model has more than it had."""
+        count, before = sum(1 for _ in self.module.parameters()), self._count
+        self._count = count
+        return all_parameters(self.module) if count > before else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if self._replaced and self.training and torch.is_grad_enabled():
             raise InvalidArgument(
-                "this model was wrapped again, and the new wrapper exchanges its gradients; call that one, or remove() "
-                "it and wrap the model once more"
+                "this model was wrapped again, and the new wrapper exchanges its gradients; try: call that one, or "
+                "remove() it and wrap the model once more"
             )
         return self.module(*args, **kwargs)
 
@@ -104,17 +113,17 @@ class DataParallel(nn.Module):
         """Forwards in this context only accumulate: nothing is exchanged in their backward. DDP's meaning exactly."""
         return self._awake().no_sync()
 
-    def join(
-        self,
-        *,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> AbstractContextManager[None]:
-        """Around a loop in which ranks have different numbers of batches. The arguments are those of DDP, and those of
-        the optimizer's `join`."""
-        rules = Rules(divide_by_initial_world_size, throw_on_early_termination)
-        return self._awake().join(rules) if enable else nullcontext()
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether gradients are exchanged after the forwards to come: what `no_sync()` says, by DDP's name."""
+        return not self._awake().is_held
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, exchanged: bool) -> None:
+        self._awake().is_held = not exchanged
+
+    def _joined(self) -> AnyReplica:
+        return self._awake()
 
     def register_comm_hook(self, state: object, hook: object) -> Never:  # noqa: ARG002
         """Refused: what a hook does in DDP, an algorithm does here."""
@@ -152,8 +161,10 @@ class DataParallel(nn.Module):
     def remove(self) -> nn.Module:
         """Undoes the wrapping and gives the model back."""
         self._asleep = False
-        if self._replica is not None:
-            self._replica.remove()
-            if isinstance(self._replica.optimizer, Counting):
-                restore_class(self._replica.optimizer)
+        replica = self._replica
+        if replica is not None:
+            replica.remove()
+            # somebody else may have wrapped it since
+            if isinstance(replica.optimizer, Distributed) and replica.optimizer._offbeat.replica is replica:
+                restore_class(replica.optimizer)
         return self.module

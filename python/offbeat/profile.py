@@ -9,9 +9,9 @@ import platform
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
 
 from . import files
+from .checks import is_number, is_whole
 from .errors import InvalidArgument
 from .tuning import size_text
 
@@ -67,39 +67,34 @@ def load(path: "str | os.PathLike[str]", why: str = "") -> Profile:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidArgument(f"{where} cannot be read: {error.strerror or error}; correct the path, {again}") from None
+        raise InvalidArgument(
+            f"{where} cannot be read: {error.strerror or error}; try: another path, {again}"
+        ) from None
     except ValueError as error:
-        raise InvalidArgument(f"{where} is not JSON ({error}); {again}") from None
+        raise InvalidArgument(f"{where} is not JSON ({error}); try: {again}") from None
     if not isinstance(data, dict) or "offbeat_profile" not in data:
-        raise InvalidArgument(f'{where} is no profile: it has no "offbeat_profile"; {again}')
+        raise InvalidArgument(f'{where} is no profile: it has no "offbeat_profile"; try: {again}')
     if data["offbeat_profile"] != VERSION:
         raise InvalidArgument(
-            f"{where} has version {data['offbeat_profile']!r} and this Offbeat reads {VERSION}; update Offbeat, {again}"
+            f"{where} has version {data['offbeat_profile']!r} and this Offbeat reads {VERSION}; try: update Offbeat, "
+            f"{again}"
         )
     size = data.get("bucket_bytes")
     if not is_whole(size) or size < 1:
-        raise InvalidArgument(f'{where} has "bucket_bytes": {size!r}, which must be a positive whole number; {again}')
+        raise InvalidArgument(
+            f'{where} has "bucket_bytes": {size!r}, which must be a positive whole number; try: {again}'
+        )
     measured = data.get("measured", [])
     if not isinstance(measured, list) or not all(is_measurement(pair) for pair in measured):
-        raise InvalidArgument(f'{where} has a "measured" that is no list of [bytes, seconds]; {again}')
+        raise InvalidArgument(f'{where} has a "measured" that is no list of [bytes, seconds]; try: {again}')
     made_by, machine = data.get("made_by", ""), data.get("machine", {})
     if not isinstance(made_by, str) or not isinstance(machine, dict):
-        raise InvalidArgument(f'{where} has a "made_by" that is no text or a "machine" that is no object; {again}')
+        raise InvalidArgument(f'{where} has a "made_by" that is no text or a "machine" that is no object; try: {again}')
     return Profile(size, tuple((pair[0], float(pair[1])) for pair in measured), made_by, machine)
 
 
-def is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 def is_measurement(pair: object) -> bool:
-    return (
-        isinstance(pair, list)
-        and len(pair) == 2
-        and is_whole(pair[0])
-        and isinstance(pair[1], int | float)
-        and not isinstance(pair[1], bool)
-    )
+    return isinstance(pair, list) and len(pair) == 2 and is_whole(pair[0]) and is_number(pair[1])
 
 
 def save(profile: Profile, path: "str | os.PathLike[str]") -> None:
@@ -114,7 +109,7 @@ def save(profile: Profile, path: "str | os.PathLike[str]") -> None:
     try:
         files.replace(Path(path), json.dumps(data, indent=2) + "\n")
     except OSError as error:
-        raise InvalidArgument(f"cannot write {path}: {error.strerror or error}; give another path") from None
+        raise InvalidArgument(f"cannot write {path}: {error.strerror or error}; try: give another path") from None
 
 
 def machine() -> dict[str, object]:

@@ -133,7 +133,7 @@ def find(store: Store | str | None, rank: int | None, world_size: int | None, ti
         known, missing = ("world_size", "rank") if rank is None else ("rank", "world_size")
         known = known if rank is not None or world_size is not None else "store"
         raise InvalidArgument(
-            f"{known} is given but {missing} is not; give {missing}= or set {missing.upper()}, or start the job with "
+            f"{known} is given but {missing} is not; try: {missing}= or {missing.upper()}, or start the job with "
             f"`torchrun --nproc-per-node=2 train.py`, which sets both"
         )
     if rank >= world_size:
@@ -156,7 +156,8 @@ def find(store: Store | str | None, rank: int | None, world_size: int | None, ti
     if missing_names:
         raise InvalidArgument(
             f"rank and world size are set without {' and '.join(missing_names)}; "
-            "start the job with `torchrun --nproc-per-node=2 train.py`, or unset RANK and WORLD_SIZE for a world of one"
+            "try: start the job with `torchrun --nproc-per-node=2 train.py`, or, for a world of one, unset RANK and "
+            "WORLD_SIZE"
         )
     address = os.environ["MASTER_ADDR"]
     opened = _open("env://", rank, world_size, timeout)
@@ -166,10 +167,10 @@ def find(store: Store | str | None, rank: int | None, world_size: int | None, ti
 def agree(place: Place, timeout: float) -> tuple[Adapter | None, str]:
     """The part of the store that belongs to this attempt alone, and its name; waits until all ranks have come.
 
-    Each rank leaves a fresh nonce at `hello/<rank>`; rank 0 answers every nonce with the name of the attempt; the rank
-    overwrites its hello with that name, and which process it is. Rank 0 is content when it reads its own name from
-    everybody. Leftovers of earlier attempts are answered too, but nobody listens to that. Then it tells all who has
-    come, or what went wrong: whoever went on alone would wait for rank 0, and name it.
+    Each rank leaves a fresh nonce at `hello/<rank>`; rank 0 answers every nonce with the name of the attempt, and which
+    process it is itself; the rank overwrites its hello with the same two. Rank 0 is content when it reads its own name
+    from everybody. Leftovers of earlier attempts are answered too, but nobody listens to that. Then it tells all who
+    has come, or what went wrong: whoever went on alone would wait for rank 0, and name it.
     """
     if place.store is None:
         return None, secrets.token_hex(8)
@@ -189,6 +190,11 @@ def _lead(store: Adapter, name: str, place: Place, timeout: float) -> tuple[str,
         store.set(f"gathered/{name}", json.dumps({"message": str(error), "lost": lost}).encode())
         time.sleep(STAY)
         raise
+    except (KeyboardInterrupt, SystemExit) as error:
+        who, host = processes.name(0, processes.mine())
+        message = f"{who} was ended by {type(error).__name__} while ranks were meeting; try: start the job again"
+        store.set(f"gathered/{name}", json.dumps({"message": message, "lost": {"rank": 0, "host": host}}).encode())
+        raise
     come = {0: processes.mine(), **store.others}
     store.set(f"gathered/{name}", json.dumps({rank: about.decode() for rank, about in come.items()}).encode())
     return name, store.others
@@ -199,6 +205,8 @@ def _follow(store: Adapter, nonce: str, place: Place, timeout: float) -> tuple[s
     store.set(f"hello/{place.rank}", nonce.encode())
     name, told = store.get(f"answer/{nonce}", timeout + STAY), None
     if name is not None:
+        name, _, about = name.partition(b" ")
+        store.others[0] = about
         store.set(f"hello/{place.rank}", name + b" " + processes.mine())
         told = store.get(f"gathered/{name.decode()}", max(0.0, deadline - time.monotonic()))
     if name is None or told is None:
@@ -231,7 +239,7 @@ def _gather(store: Adapter, name: str, world_size: int, timeout: float) -> None:
                 missing.discard(rank)
                 store.others[rank] = about
             elif said and said not in answered:
-                store.set(f"answer/{said.decode()}", name.encode())
+                store.set(f"answer/{said.decode()}", name.encode() + b" " + processes.mine())
                 answered.add(said)
         if not missing:
             return
@@ -250,7 +258,7 @@ def _of_default_group(rank: int | None, world_size: int | None) -> Place:
     if rank not in (None, theirs[0]) or world_size not in (None, theirs[1]):
         raise InvalidArgument(
             f"rank={rank}, world_size={world_size} contradicts torch.distributed's default group, where this is rank "
-            f"{theirs[0]} of {theirs[1]}; leave both out, or give store= too"
+            f"{theirs[0]} of {theirs[1]}; try: leave both out, or give store= too"
         )
     return Place(store, *theirs, _address(store)) if theirs[1] > 1 else Place(None, 0, 1, None)
 

@@ -11,9 +11,22 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
-from . import _core, advice, agreement, counters, devices, hooks, keeping, owners, runtime, sweep, trace, views
+from . import (
+    _core,
+    advice,
+    agreement,
+    counters,
+    devices,
+    hooks,
+    keeping,
+    owners,
+    runtime,
+    sweep,
+    trace,
+    views,
+)
 from .accumulation import Accumulation
-from .algorithm import Algorithm, describe
+from .algorithm import Algorithm, codecs_of, describe
 from .gradients import Gradients
 from .joining import Rules, Turn, Turns
 
@@ -50,7 +63,7 @@ class Replica:
         self._sweep = sweep.Sweep(bucket_bytes)
         self.check_every = check_every
         self.broadcast_buffers = broadcast_buffers
-        self.world = runtime.world_size()
+        self.world, self.rank = runtime.world_size(), runtime.rank()
         self.step = 0
         self._advice = advice.Advice(algorithm.name)
         # How far replicas were apart when they were last made equal.
@@ -64,22 +77,22 @@ class Replica:
         self._checked = 0
         self._turns = Turns()
         self._named = list(named)
+        # Of each rank the lowest on its host, where algorithms look at hosts.
+        self._hosts = [0]
         self._left_out = agreement.left_out(model)
         # Parameters that were never trained. One that is frozen later only counts as unused.
         self._frozen: list[Tensor] = []
         self._forget_model: Callable[[], None] | None = None
         self._forget_steps: Callable[[], None] | None = None
+        # Gives all parameters if some were added that the replica does not know, and None if not.
+        self.late: Callable[[], Sequence[tuple[str, Tensor]] | None] | None = None
         try:
             self._start()
+            self._watch()
         except BaseException:
             self.remove()
             raise
         counters.models[self.number] = counters.weakly(self)
-        # A world of one has nobody to exchange anything with: the model stays as it is.
-        if self.world > 1:
-            self._forget_model = hooks.watch_model(model, self, self.gradients.line)
-            if optimizer is not None:
-                self._forget_steps = hooks.before_step(optimizer, self._refuse_non_finite)
 
     def _start(self) -> None:
         """Makes ranks agree on tensors and values, and starts the core's scheduler."""
@@ -89,17 +102,19 @@ class Replica:
         gradients.named = [(name, t) for name, t in self._named if t.requires_grad or id(t) in before]
         active = {id(tensor) for _, tensor in gradients.named}
         self._frozen = [tensor for _, tensor in self._named if id(tensor) not in active]
+        described = describe(self.algorithm, gradients.named, self.optimizer)
         if self.world == 1:
             sweep.report_alone()
             return
+        hooks.refuse_scripted(self.model)
         hooks.refuse_early_steps(gradients.named)
         device = devices.agreed(self._named, self._buffers())
-        described = describe(self.algorithm, gradients.named, self.optimizer)
         lanes = runtime.current().lanes(flat=described.is_flat, one=device is not None)
         group = lanes[0]
         agreement.compare_model(group, self.algorithm, self.optimizer, self._named)
         advice.warn_of_idle_codec(self.algorithm.name, described.steps)
         agreement.compare_buffers(group, self._buffers())
+        self._hosts = list(range(self.world)) if described.is_flat else agreement.hosts(group)
         if device is not None:
             self._sweep.refuse()
         gradients.carriage = devices.connect(device, group)
@@ -109,6 +124,18 @@ class Replica:
         gradients.start(lanes, self.algorithm, described, self.step)
         self._agreed()
         gradients.begin()
+
+    def _watch(self) -> None:
+        """Hooks into the model and its optimizer. A world of one has nobody to exchange anything with: there the model
+        stays as it is, and a step of the optimizer is what an exchange is elsewhere."""
+        optimizer = self.optimizer
+        if self.world > 1:
+            self._forget_model = hooks.watch_model(self.model, self, self.gradients.line)
+            advice.warn_of_own_loss(optimizer)
+            if optimizer is not None:
+                self._forget_steps = hooks.before_step_is_made(optimizer, self._refuse_non_finite)
+        elif optimizer is not None and self.takeover is None:
+            self._forget_steps = hooks.before_step(optimizer, self.count_step)
 
     def _agreed(self) -> None:
         """When all ranks have rank 0's parameters, at the beginning. For replicas that do more than gradients."""
@@ -126,13 +153,20 @@ class Replica:
         """Gives all ranks the parameters, buffers and optimizer state of `source`."""
         tensors = (self.model, self._left_out, self._named)
         agreement.hand_out(group, tensors, self.optimizer, source, self.gradients.carriage)
+        if self.takeover is not None:
+            named = dict(self.gradients.named)
+            self.takeover.load_state_dict(agreement.told_by(group, source, self.takeover.state_dict(named)), named)
 
     def refresh(self, named: Sequence[tuple[str, Tensor]]) -> None:
         """Begins anew with other parameters, or with the same when some were frozen or thawed. Every rank does so."""
+        self._turns.take(self, Turn.REFRESH)
         owners.release(self, self._named)
+        kept = self.gradients.kept()
         self.gradients.leave()
         self._named = list(named)
         self._start()
+        if kept:
+            self.gradients.go_on(kept)
 
     @property
     def bucket_bytes(self) -> int:
@@ -156,23 +190,31 @@ class Replica:
 
     def forward_begins(self) -> None:
         """Before the model's forward. Only training counts: evaluation on one rank alone must not wait for others."""
-        if not self.is_running or not self.model.training or not torch.is_grad_enabled():
+        if not self._trains():
             return
+        runtime.training_here()
         self._mend()
+        if self.optimizer is None and self.gradients.running().was_non_finite():
+            advice.refuse_spoiled(self.gradients.named, self.algorithm.name, self.step - 1)
         self._turns.look(self)
         self._accumulation.forward_begins()
-        if any(tensor.requires_grad for tensor in self._frozen):
-            self.refresh(self._named)
+        late = None if self.late is None else self.late()
+        if late is not None or any(tensor.requires_grad for tensor in self._frozen):
+            self.refresh(late or self._named)
         self._prepare()
         self._before_forward()
         if not self._turns.joining:
             self._sweep.between_rounds(self.gradients)
-        if self._buffers_due and self.broadcast_buffers:
+        if self._buffers_due and self.broadcast_buffers and (buffers := self._buffers()):
             self._turns.take(self, Turn.BUFFERS)
-            self._broadcast_buffers()
+            self._broadcast_buffers(buffers)
         # as in DDP: not again before a forward that is followed by an exchange
         self._buffers_due = not self._accumulation.is_held
         self._began = _core.now()
+
+    def _trains(self) -> bool:
+        """Whether the forward under way is one in training."""
+        return self.is_running and self.model.training and torch.is_grad_enabled()
 
     def _before_forward(self) -> None:
         """Before a forward in training. For replicas that do more than gradients."""
@@ -180,6 +222,8 @@ class Replica:
     def forward_ended(self) -> bool:
         """After the model's forward: whether no_sync() holds what it computed."""
         self._record("forward")
+        if self._trains():
+            self._accumulation.forward_ended()
         return self._accumulation.is_held
 
     def _record(self, kind: str) -> None:
@@ -195,11 +239,15 @@ class Replica:
             line.exchanging = False
             return
         self._mend()
-        line.exchanging = self._accumulation.asks_for_exchange(held) and self._exchanges_gradients()
+        exchanges = self._accumulation.asks_for_exchange(held) and self._exchanges_gradients()
+        line.announcing = exchanges and self._turns.joining
+        line.exchanging = exchanges and not self._turns.joining
         hooks.at_end_of_backward(self)
         self._began = _core.now()
-        if line.exchanging:
-            self._turns.take(self, Turn.GRADIENTS)
+
+    def gradients_begin(self) -> None:
+        """At the first gradient of a parameter, in `join()`: a backward to inputs only is no turn."""
+        self._turns.take(self, Turn.GRADIENTS)
 
     def _exchanges_gradients(self) -> bool:
         """Whether the backward that begins is one after which gradients are exchanged, apart from no_sync()."""
@@ -207,16 +255,16 @@ class Replica:
 
     def backward_ended(self) -> None:
         """When the last gradient is there: waits until all are exchanged."""
-        line, scheduler = self.gradients.line, self.gradients.scheduler
-        exchanging, line.exchanging = line.exchanging, None
+        scheduler = self.gradients.scheduler
+        exchanging, asked = self.gradients.line.end()
         self._record("backward")
         if exchanging:
             with self._breaking():
                 self.gradients.line.deliver()
-        if scheduler is None or not exchanging:
+        if scheduler is None or not asked:
             self._accumulation.forget()
             return
-        if scheduler.has_begun() or self._turns.joining:
+        if scheduler.has_begun() or (exchanging and self._turns.joining):
             self._accumulation.forget()
             called = self._accumulation.was_called
             if not called:
@@ -247,7 +295,8 @@ class Replica:
 
     def backward_failed(self) -> None:
         """When backward raised. Called while torch cleans up, so the consequences wait until somebody goes on."""
-        self.gradients.line.exchanging, self._broken = None, True
+        self._broken = True
+        self.gradients.line.end()
         self.gradients.line.drop()
 
     def _mend(self) -> None:
@@ -281,6 +330,10 @@ class Replica:
         """Around somebody else's change of the parameters, between steps, on all ranks: nothing is under way inside."""
         yield
 
+    def references(self) -> list[Tensor]:
+        """What else becomes the mean of all ranks together with the weights: what these are set off against later."""
+        return []
+
     def consolidated(self, spread: float) -> None:
         """When all ranks have been given the mean of their weights, which were so far apart."""
         self.spread = spread
@@ -298,10 +351,10 @@ class Replica:
         self._checked = self.step
         agreement.compare_values(self.group, self._named, self.step, working=working)
 
-    def _broadcast_buffers(self) -> None:
+    def _broadcast_buffers(self, buffers: list[tuple[str, Tensor]]) -> None:
         with hooks.mark("offbeat::buffers"):
-            buffers = [tensor for _, tensor in self._buffers()]
-            agreement.broadcast_tensors(self.group, buffers, self._turns.source, self.gradients.carriage)
+            tensors = [tensor for _, tensor in buffers]
+            agreement.broadcast_tensors(self.group, tensors, self._turns.source, self.gradients.carriage)
 
     def _buffers(self) -> list[tuple[str, Tensor]]:
         return agreement.buffers_of(self.model, self._left_out)
@@ -309,6 +362,15 @@ class Replica:
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Forwards in this context leave gradients where they are: nothing is exchanged in their backward."""
         return self._accumulation.no_sync()
+
+    @property
+    def is_held(self) -> bool:
+        """Whether no_sync() is active, or what stands for it."""
+        return self._accumulation.is_held
+
+    @is_held.setter
+    def is_held(self, held: bool) -> None:
+        self._accumulation.is_held = held
 
     def stats(self) -> counters.Model:
         """What the model has done so far."""
@@ -333,14 +395,8 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state of the algorithm, by names of parameters."""
-        state: dict[str, Any] = {
-            "version": 1,
-            "algorithm": self.algorithm.name,
-            "world_size": self.world,
-            "place": self.place,
-            "step": self.step,
-        }
-        state |= self.gradients.state_dict()
+        state: dict[str, Any] = {"version": 1, "step": self.step}
+        state |= self._author._asdict() | self.gradients.state_dict()
         if self.takeover is not None:
             state["frozen"] = self.takeover.state_dict(dict(self.gradients.named))
         return state
@@ -350,14 +406,23 @@ class Replica:
         self.step = state.get("step", self.step)
         if self.takeover is not None:
             self.takeover.load_state_dict(state.get("frozen", {}), dict(self.gradients.named))
-        self.gradients.load_state_dict(state, self.step, self._author)
+        self._take(state, keeping.Match.of(state, self._author, self.group if self._keeps else None))
+
+    def _take(self, state: dict[str, Any], match: keeping.Match) -> None:
+        self.gradients.load_state_dict(state, self.step, match)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether steps keep anything: the same on all ranks."""
+        return self.gradients.keeps
 
     @property
     def _author(self) -> keeping.Author:
         """Who saves, and loads: what that depends on."""
-        return (self.algorithm.name, self.world, self.place)
+        name, codecs = self.algorithm.name, codecs_of(self.algorithm)
+        return keeping.Author(name, self.world, self.place, self.rank, self._hosts, codecs)
 
-    def count_step(self) -> None:
+    def count_step(self, *_: object) -> None:
         """Before each step: in a world of one it is what an exchange is elsewhere."""
         if self.world == 1:
             self.step += 1
@@ -371,17 +436,21 @@ class Replica:
         if self.takeover is not None:
             self.takeover.step()
 
-    def _refuse_non_finite(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def _refuse_non_finite(self) -> None:
         """Before each step. A GradScaler skips the step, or says so in `found_inf`; nobody else may have noticed."""
-        scheduler = self.gradients.scheduler
-        if scheduler is None or getattr(optimizer, "found_inf", None) is not None or not scheduler.was_non_finite():
+        scheduler, found_inf = self.gradients.scheduler, getattr(self.optimizer, "found_inf", None)
+        if scheduler is None or found_inf is not None or not scheduler.was_non_finite():
             return
         raise advice.of_non_finite(self.algorithm.name, self.step - 1, self.place)
 
-    def join(self, rules: Rules) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def join(self, rules: Rules) -> Iterator[None]:
         """Around a loop in which ranks have different numbers of batches (`joining.Turns.join`)."""
         self._sweep.pause()
-        return self._turns.join(self, rules)
+        with self._turns.join(self, rules):
+            yield
+        if self._turns.idle and self.optimizer is None:
+            self._advice.of_missed_steps(sorted(self._turns.idle))
 
     def follow(self, turn: Turn) -> None:
         """Takes part in what the ranks that still work do, without data."""
@@ -390,7 +459,7 @@ class Replica:
             self.gradients.finish_without()
             self.step += 1
         elif turn is Turn.BUFFERS:
-            self._broadcast_buffers()
+            self._broadcast_buffers(self._buffers())
         elif turn is Turn.BUCKETS:
             self.gradients.rebucket()
         elif turn is Turn.CHECK:

@@ -35,7 +35,7 @@ def go_on(
     saved_by = (state.get("algorithm"), state.get("world_size"), state.get("rank"))
     number: int = state.get("round", 0)
     fits = "round" in state and saved_by == here and has_all(save(core, names)[2], kept)
-    rows = torch.stack(agreement.gather(group, torch.tensor([int(fits), number])))
+    rows = torch.stack(agreement.gather(group, torch.tensor([int(fits), number], device="cpu")))
     everywhere, numbers = bool(rows[:, 0].all()), rows[:, 1]
     taken: set[str] = set()
     if everywhere:

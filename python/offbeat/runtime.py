@@ -5,13 +5,12 @@ import contextlib
 import os
 import sys
 import threading
-import traceback
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from . import _core, counters, metrics, rendezvous, settings
 from . import profile as profiles
 from .errors import InvalidArgument, NotInitialized
+from .uncaught import Uncaught
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -29,7 +28,7 @@ _profile: "profiles.Found | None" = None
 _forked = False
 _watches_forks = False
 _left_by_parent: list[object] = []
-_previous_hook = sys.__excepthook__
+_uncaught: Uncaught | None = None
 # Reentrant, because a signal handler may call `shutdown` while `init` runs in the same thread.
 _lock = threading.RLock()
 
@@ -66,7 +65,7 @@ def init(
     with _lock:
         _refuse_in_child()
         if _runtime is not None:
-            raise InvalidArgument("offbeat is initialised already; call init() once, or offbeat.shutdown() before it")
+            raise InvalidArgument("offbeat is initialised already; try: init() once, or offbeat.shutdown() before it")
         connect_timeout = settings.seconds("connect_timeout", connect_timeout)
         first_step_timeout = settings.seconds("first_step_timeout", first_step_timeout)
         timeout = settings.seconds("timeout", timeout)
@@ -91,7 +90,7 @@ def init(
         world = runtime.world()
         epoch += 1
         _runtime, _profile, job = runtime, found, name
-        _install()
+        _install(runtime)
         if target is not None:
             _metrics = metrics.Writer(target, lambda: counters.collect(runtime))
         if found is not None and place.rank == 0:
@@ -160,22 +159,27 @@ def current() -> _core.Runtime:
     """The runtime, or a clear error."""
     if _runtime is None:
         _refuse_in_child()
-        raise NotInitialized("offbeat is not initialised; call offbeat.init() first")
+        raise NotInitialized("offbeat is not initialised; try: offbeat.init() first")
     return _runtime
 
 
 def _refuse_in_child() -> None:
     if _forked:
         raise NotInitialized(
-            f"this process (pid {os.getpid()}) was forked from a rank and cannot take its place; communicate in the "
-            "parent only, or start the child with multiprocessing's 'spawn' method"
+            f"this process (pid {os.getpid()}) was forked from a rank and cannot take its place; try: communicate in "
+            "the parent only, or start the child with multiprocessing's 'spawn' method"
         )
 
 
-def _install() -> None:
-    global _previous_hook, _watches_forks
-    _previous_hook = sys.excepthook
-    sys.excepthook = _on_uncaught
+def training_here() -> None:
+    """This thread trains: if it raises what nobody catches, the others are told."""
+    if _uncaught is not None:
+        _uncaught.watch_thread()
+
+
+def _install(runtime: _core.Runtime) -> None:
+    global _uncaught, _watches_forks
+    _uncaught = Uncaught(runtime.fail)
     atexit.register(_at_exit, os.getpid())
     if not _watches_forks:
         # A fork handler and not a comparison of pids at each call: getpid() costs a good part of a small all-reduce.
@@ -184,9 +188,10 @@ def _install() -> None:
 
 
 def _uninstall() -> None:
-    # If somebody chained another hook to ours it stays in the chain; it only passes on then.
-    if sys.excepthook is _on_uncaught:
-        sys.excepthook = _previous_hook
+    global _uncaught
+    if _uncaught is not None:
+        _uncaught.stop()
+        _uncaught = None
     atexit.unregister(_at_exit)
 
 
@@ -202,26 +207,10 @@ def _after_fork_in_child() -> None:
     rendezvous.after_fork_in_child()
 
 
-def _on_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Tells the peers why this rank is about to die, so that they quote it instead of guessing."""
-    if _runtime is not None:
-        # Whatever goes wrong here must not hide the user's own exception.
-        with contextlib.suppress(Exception):
-            _runtime.fail(_quote(kind, error, trace))
-    _previous_hook(kind, error, trace)
-
-
-def _quote(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
-    text = "".join(traceback.format_exception_only(kind, error)).strip()
-    frames = traceback.extract_tb(trace)
-    if not frames:
-        return text
-    last = frames[-1]
-    return f"{text} ({last.filename}:{last.lineno} in {last.name}: {last.line})"
-
-
 def _at_exit(pid: int) -> None:
     if _runtime is not None and pid == os.getpid():
+        if _uncaught is not None:
+            _uncaught.tell_at_exit()
         with contextlib.suppress(Exception):
             _leave(_runtime, "its interpreter exited")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from . import files
+from .checks import is_number, is_whole
 from .errors import InvalidArgument
 
 # In this order; the last one is NCCL's own, because whoever has set it has met the problem before.
@@ -30,8 +31,7 @@ def seconds(name: str, value: float) -> float:
             raise InvalidArgument(
                 f"{variable}={text!r} is not a number of seconds; try: {variable}={value:g}"
             ) from None
-    number = isinstance(given, int | float) and not isinstance(given, bool)
-    if not number or not math.isfinite(given) or given <= 0:
+    if not is_number(given) or not math.isfinite(given) or given <= 0:
         raise InvalidArgument(f"{source} must be a positive, finite number of seconds, not {given!r}; try: 60")
     return float(given)
 
@@ -52,15 +52,17 @@ def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: in
             number = int(os.environ[source])
         except ValueError:
             raise InvalidArgument(
-                f"{source}={os.environ[source]!r} is not a whole number; set it to one, or unset it"
+                f"{source}={os.environ[source]!r} is not a whole number; try: set it to one, or unset it"
             ) from None
     if number < least:
-        raise InvalidArgument(f"{source} is {number}, but must be at least {least}; check how the job was started")
+        raise InvalidArgument(f"{source} is {number}, but must be at least {least}; try: check how the job was started")
     return number
 
 
 # Small enough that the last bucket, which nothing hides, is soon there; large enough to fill the wire.
 BUCKET_BYTES = 8 << 20
+# More than any model has, and few enough for the core's integers.
+MOST_BUCKET_BYTES = 1 << 50
 BucketBytes = int | Literal["auto"] | None
 
 
@@ -70,19 +72,19 @@ def bucket_bytes(value: object, profiled: int | None = None) -> int | Literal["a
         if os.environ.get("OFFBEAT_BUCKET_BYTES", "").strip().lower() == "auto":
             return "auto"
         given = whole("bucket_bytes", None, variables=("OFFBEAT_BUCKET_BYTES",), least=1)
-        return given or profiled or BUCKET_BYTES
+        return min(given or profiled or BUCKET_BYTES, MOST_BUCKET_BYTES)
     if value == "auto":
         return "auto"
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value) or value < 1:
         raise InvalidArgument(
             f'bucket_bytes={value!r} must be a positive number of bytes or "auto"; try: bucket_bytes={BUCKET_BYTES}'
         )
-    return value
+    return min(value, MOST_BUCKET_BYTES)
 
 
 def check_every(value: object) -> int | None:
     """Once in how many steps the parameters of all ranks are compared; None for never."""
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value > 0):
+    if value is None or (is_whole(value) and value > 0):
         return value
     raise InvalidArgument(f"check_every={value!r} must be a positive number of steps; try: check_every=100, or None")
 
@@ -96,7 +98,7 @@ def token(value: str | bytes | None) -> bytes | None:
     if not isinstance(value, str | bytes):
         raise InvalidArgument(f"token= must be str or bytes, not {type(value).__name__}; try: secrets.token_hex()")
     if not value:
-        raise InvalidArgument("token= is empty, which would protect nothing; give a secret, or leave it out")
+        raise InvalidArgument("token= is empty, which would protect nothing; try: give a secret, or leave it out")
     # surrogateescape, because that is how os.environ decoded it: all bytes come back as they were set.
     return value.encode("utf-8", "surrogateescape") if isinstance(value, str) else bytes(value)
 
@@ -106,7 +108,7 @@ def interface(value: str | None) -> str | None:
     if value is None:
         value = next((os.environ[v] for v in INTERFACE_VARIABLES if os.environ.get(v)), None)
     if value is not None and (not isinstance(value, str) or not value):
-        raise InvalidArgument(f'interface= must be a text like "eth0", "^lo,docker" or "10.0.0.0/8", not {value!r}')
+        raise InvalidArgument(f'interface= must be a text, not {value!r}; try: "eth0", "^lo,docker" or "10.0.0.0/8"')
     return value
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _core, devices, hooks, memory, runtime, views
+from . import _core, devices, memory, runtime, slots, views
 
 
 class Snapshots:
@@ -37,10 +37,23 @@ class Snapshots:
             for flat in flats
         )
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether the parameters are on a GPU."""
+        return self._device is not None
+
+    def non_finite(self) -> int:
+        """How many numbers of the parameters are NaN or infinite."""
+        # a norm makes no copy
+        norms = [torch.linalg.vector_norm(p.detach(), float("inf")) for p in self.parameters if p.numel() > 0]
+        if all(bool(norm.isfinite()) for norm in norms):
+            return 0
+        return sum(int((~p.detach().isfinite()).sum()) for p in self.parameters)
+
     def copy(self) -> None:
         """Makes the parameters the snapshot."""
         with torch.no_grad():
-            hooks.fill(self._snapshots, self.parameters)
+            slots.fill(self._snapshots, self.parameters)
         if self._device is not None:
             self.core.fetch(self._device.current_stream())
 

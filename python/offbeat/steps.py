@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from . import codecs, devices, memory
+from .checks import check_flag, check_hierarchical, check_seed, is_number, is_whole
 from .errors import InvalidArgument
 
 Hierarchical = bool | Literal["auto"]
@@ -56,6 +57,7 @@ class AllReduce(Step):
     def __post_init__(self) -> None:
         if self.op not in ("mean", "sum"):
             raise InvalidArgument(f'op={self.op!r} makes no gradient; try: "mean" or "sum"')
+        check_flag("feedback", self.feedback)
         codec = codecs.resolve(self.codec)
         if self.feedback and codec is None:
             raise InvalidArgument("feedback without a codec, which would lose nothing; try: a codec, or feedback=False")
@@ -66,7 +68,7 @@ class AllReduce(Step):
         return "all_reduce", {
             "op": self.op,
             "codec": codecs.resolve(self.codec),
-            "feedback": bool(self.feedback),
+            "feedback": self.feedback,
             "seed": self.seed,
             "hierarchical": self.hierarchical is not False,
         }
@@ -172,7 +174,7 @@ class Momentum(Step):
     beta: float | None = None
 
     def __post_init__(self) -> None:
-        if self.beta is not None and not 0 <= self.beta < 1:
+        if self.beta is not None and not (is_number(self.beta) and 0 <= self.beta < 1):
             raise InvalidArgument(f"beta={self.beta!r}; try: a number from 0 to under 1, e.g. 0.9")
 
     def describe(self, parameters: Sequence[Parameter], /) -> Described:
@@ -208,7 +210,7 @@ class Select(Step):
     hierarchical: Hierarchical = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.ratio, bool) or not isinstance(self.ratio, int | float) or not 0 < self.ratio <= 1:
+        if not is_number(self.ratio) or not 0 < self.ratio <= 1:
             raise InvalidArgument(f"ratio={self.ratio!r} is not over 0 and up to 1; try: 0.01")
         check_hierarchical(self.hierarchical)
 
@@ -233,9 +235,9 @@ class LowRank(Step):
     hierarchical: Hierarchical = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or not 1 <= self.rank <= 1024:
+        if not is_whole(self.rank) or not 1 <= self.rank <= 1024:
             raise InvalidArgument(f"rank={self.rank!r} is not a whole number from 1 to 1024; try: 4")
-        if not 0 <= self.least <= 1e6:
+        if not is_number(self.least) or not 0 <= self.least <= 1e6:
             raise InvalidArgument(f"least={self.least!r} is no rate of compression; try: 2, or 0 for every matrix")
         check_seed(self.seed)
         check_hierarchical(self.hierarchical)
@@ -292,8 +294,9 @@ class Apply(Step):
             raise InvalidArgument(
                 f"Apply takes a function of a bucket, not {self.function!r}; try: one that changes bucket.values"
             )
-        if isinstance(self.state, str) or not all(isinstance(name, str) for name in self.state):
-            raise InvalidArgument(f"state={self.state!r}; try: a list of names, e.g. state=('momentum',)")
+        listed = isinstance(self.state, list | tuple) and all(isinstance(name, str) for name in self.state)
+        if not listed or len(set(self.state)) < len(self.state):
+            raise InvalidArgument(f"state={self.state!r}; try: a list of different names, e.g. state=('momentum',)")
 
     def describe(self, _: Sequence[Parameter], /) -> Described:
         def run(
@@ -307,27 +310,10 @@ class Apply(Step):
         return "apply", {"function": run, "name": name, "states": list(self.state)}
 
 
-def check_seed(seed: object) -> None:
-    """Raises unless it is one."""
-    if not isinstance(seed, int) or not 0 <= seed < 2**64:
-        raise InvalidArgument(f"seed={seed!r}; try: a number from 0 to 2**64 - 1")
-
-
 def check_peers(peers: object) -> None:
     """Raises unless it is a rule."""
     if peers not in PEERS:
         raise InvalidArgument(f"peers={peers!r}; try: one of {', '.join(map(repr, PEERS))}")
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a number, and no truth."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def check_hierarchical(hierarchical: object) -> None:
-    """Raises unless it is a choice."""
-    if hierarchical not in (True, False, "auto"):
-        raise InvalidArgument(f'hierarchical={hierarchical!r}; try: "auto", True or False')
 
 
 __all__ = [

@@ -37,12 +37,12 @@ class Survivors:
             self._snapshots.do(task, number)
         return task is not None
 
-    def land(self) -> bool:
-        """Waits for the round, and adds what came of it; False if nothing did."""
+    def land(self, *, adds: bool) -> bool:
+        """Waits for the round, and adds what came of it, unless that is of no use; False if nothing was added."""
         task = self._core.wait(only_results=False)
         if task is not None:
-            self._snapshots.do(task, 0)
-        return task == "apply"
+            self._snapshots.do(task if adds else "skip", 0)
+        return adds and task == "apply"
 
     def rest(self) -> None:
         """Says that this rank skips rounds until it comes back: nobody waits for it."""

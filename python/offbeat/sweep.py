@@ -45,7 +45,7 @@ class Request:
             return cls(**json.loads(path.read_text(encoding="utf-8").partition("\n")[0]))
         except (OSError, ValueError, TypeError):
             raise InvalidArgument(
-                f"{VARIABLE}={path} is not a file of `offbeat tune`, which sets it for what it starts; unset it"
+                f"{VARIABLE}={path} is not a file of `offbeat tune`, which sets it for what it starts; try: unset it"
             ) from None
 
 
@@ -111,7 +111,7 @@ class Sweep:
         if tuner is None or self._median is None:
             return
         # the slowest rank counts: all others wait for it
-        agreed = torch.tensor([self._median], dtype=torch.float64)
+        agreed = torch.tensor([self._median], dtype=torch.float64, device="cpu")
         gradients.running().group.all_reduce(agreed, "max", None, False)
         self._median = None
         self._plans.setdefault(gradients.plan(), tuner.size)

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeGuard
+from typing import Literal, NamedTuple
 
+from .checks import is_whole
 from .errors import InvalidArgument
 from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step
 
@@ -14,12 +15,12 @@ class Sync:
 
     steps: what is done with each bucket of weights, in this order.
     when: "after_step" of the optimizer; or "before_forward": it begins with the first forward in training after a step
-        and its result takes the place of the weights before the next one.
+        and is used before the next one.
     every: after how many steps all weights have been exchanged once.
     fragments: into how many parts weights are divided, which take turns: one is exchanged every `every / fragments`
         steps.
     overlap: for how many steps training goes on while an exchange is under way. What these change is not lost: it is
-        added to the result.
+        added to the result, as is what changes weights after an exchange "before_forward" has begun.
     after: steps before any of this, in which the algorithm's warm-up exchanges gradients.
     restart: whether what the steps keep begins anew from weights that all ranks have alike, where that happens.
     """
@@ -33,9 +34,11 @@ class Sync:
     restart: bool = False
 
     def __post_init__(self) -> None:
-        check_period(self.every, self.fragments, self.overlap)
+        check_turns(self.every, self.fragments, self.overlap)
         if self.when not in ("after_step", "before_forward"):
-            raise InvalidArgument(f'when={self.when!r}; weights are exchanged "after_step" or "before_forward"')
+            raise InvalidArgument(
+                f'when={self.when!r} is no time to exchange weights; try: "after_step" or "before_forward"'
+            )
         if self.when == "before_forward" and (self.fragments, self.overlap) != (1, 0):
             raise InvalidArgument(
                 f'fragments={self.fragments}, overlap={self.overlap} with when="before_forward", which exchanges all '
@@ -119,7 +122,7 @@ def divide(sizes: Sequence[int], fragments: int, *, cut: Sequence[bool] | None =
     return [sorted(part) for part in parts]
 
 
-def check_period(every: object, fragments: object = 1, overlap: object = 0) -> None:
+def check_turns(every: object, fragments: object = 1, overlap: object = 0) -> None:
     """Raises unless exchanges can follow each other so."""
     if not is_whole(every) or every < 1:
         raise InvalidArgument(f"every={every!r}; try: a whole number of steps from 1 on")
@@ -137,8 +140,3 @@ def check_period(every: object, fragments: object = 1, overlap: object = 0) -> N
             f"overlap={overlap} is not under every / fragments = {every // fragments}: an exchange would begin before "
             f"the last has ended; try: overlap={every // fragments - 1} or less"
         )
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether it is a whole number, and no truth."""
-    return isinstance(value, int) and not isinstance(value, bool)

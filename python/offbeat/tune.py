@@ -136,7 +136,7 @@ def prepare(options: Options) -> tuple[list[str], sweep.Request]:
     for path in filter(None, (options.output, options.png)):
         folder = Path(path).absolute().parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or Path(path).is_dir():
-            raise InvalidArgument(f"cannot write {path}: give the path of a file in a folder that exists")
+            raise InvalidArgument(f"cannot write {path}; try: the path of a file in a folder that exists")
     request = sweep.Request(parse_sizes(options.sizes) if options.sizes else None, options.steps, SKIP, PASSES)
     return launcher(options.command, options.nproc), request
 
@@ -146,7 +146,9 @@ def launcher(command: Sequence[str], nproc: int | None) -> list[str]:
     modules = [module for flag, module in itertools.pairwise(command) if flag == "-m"]
     if os.environ.get("RANK") or Path(command[0]).name == "torchrun" or modules[:1] in ([m] for m in LAUNCHERS):
         if nproc is not None:
-            raise InvalidArgument("--nproc-per-node does not count where a launcher is used; give it to the launcher")
+            raise InvalidArgument(
+                "--nproc-per-node does not count where a launcher is used; try: give it to the launcher"
+            )
         return list(command)
     nproc = nproc or min(4, max(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2))
     torchrun = f"-m torch.distributed.run --standalone --nproc-per-node {nproc} --no-python"

@@ -43,7 +43,9 @@ class Tuner:
         self, sizes: Sequence[int], *, steps: int = 5, skip: int = 1, passes: int = 1, margin: float = 0.02
     ) -> None:
         if not sizes or min(sizes) < 1 or steps < 1 or skip < 0 or passes < 1:
-            raise InvalidArgument(f"cannot try {list(sizes)} bytes for {steps} steps; give sizes and steps above 0")
+            raise InvalidArgument(
+                f"cannot try {list(sizes)} bytes for {steps} steps; try: give sizes and steps above 0"
+            )
         self.sizes = list(dict.fromkeys(sizes))
         self.steps, self.skip, self.margin = steps, skip, margin
         # The size being tried, or the best when all is done.
@@ -82,7 +84,7 @@ class Tuner:
     def decide(self, agreed: float) -> int:
         """Takes the median that all ranks agreed on. Gives the next size to try, or the best if that was the last."""
         if not agreed >= 0 or math.isinf(agreed):
-            raise InvalidArgument(f"a step of {agreed} seconds; give the agreed median of observe()")
+            raise InvalidArgument(f"a step of {agreed} seconds; try: give the agreed median of observe()")
         self.results[self.size] = min(agreed, self.results.get(self.size, math.inf))
         return self._advance()
 

@@ -49,6 +49,15 @@ def is_dense(shape: Sequence[int], strides: Iterable[int]) -> bool:
     return True
 
 
+def order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost in memory to the innermost, as `place_in` lays out what is like the tensor.
+    Those of length 1 are nowhere, and stay out."""
+    dims, strides = [dim for dim, size in enumerate(tensor.shape) if size != 1], tensor.stride()
+    if not is_dense(tensor.shape, strides):
+        return tuple(dims)
+    return tuple(sorted(dims, key=lambda dim: -strides[dim]))
+
+
 def place_in(flat: Tensor, parameter: Tensor, offset: int) -> Tensor:
     """A view of flat memory in the shape of a parameter, and with its strides where it has no gaps."""
     piece = flat.narrow(0, offset, elements(parameter))

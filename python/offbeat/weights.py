@@ -4,14 +4,15 @@ What an exchange does is in the core, when it is due in `syncs.py`. Parameters a
 training goes on with them while an exchange is under way. Where gossip has lost a rank, `survivors.py` takes over.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import counters, devices, hooks, keeping, memory, runtime, trace, views
-from .errors import NonFinite, PeerFailed, PeerLost
+from . import counters, devices, keeping, memory, runtime, slots, trace, views
+from .errors import NonFinite, OffbeatError, PeerFailed, PeerLost
 from .steps import Parameter
 from .survivors import Survivors
 from .syncs import Piece, Sync, divide
@@ -31,6 +32,7 @@ class Fragment:
         # Parameters as they were when the exchange began, where training goes on meanwhile.
         self.before: list[Tensor] = []
         described = [step.describe([Parameter(name) for name in self.names]) for step in sync.steps]
+        self.of_hosts = keeping.of_hosts(described)
         core, device = runtime.current(), devices.of(named)
         lanes = core.lanes(flat=False, one=device is not None)
         # Where weights are on a GPU. Exchanges of gradients have another one: both may be under way.
@@ -64,7 +66,7 @@ class Fragment:
 
     def begin(self) -> None:
         """What steps keep begins with these weights, which all ranks have alike."""
-        hooks.fill(self.places, self.parameters)
+        slots.fill(self.places, self.parameters)
         self._carriage.begin(self.scheduler)
 
     def start(self, *, overlapped: bool) -> None:
@@ -75,7 +77,7 @@ class Fragment:
         self.scheduler.hold(False)
         mark = self._carriage.marker(self.scheduler.mark_ready)
         for bucket in self._buckets:
-            hooks.fill([self.places[index] for index in bucket], [parameters[index] for index in bucket])
+            slots.fill([self.places[index] for index in bucket], [parameters[index] for index in bucket])
             mark(bucket)
 
     def land(self, step: int, algorithm: str) -> None:
@@ -118,12 +120,16 @@ class Weights:
     """
 
     def __init__(self, sync: Sync, algorithm: str, named: Named, bucket_bytes: int) -> None:
-        self.sync, self.algorithm = sync, algorithm
+        self.sync, self.algorithm, self._bucket_bytes = sync, algorithm, bucket_bytes
         # Steps of the optimizer, also those that a GradScaler skipped; exchanges that have been applied.
         self.step = self.syncs = 0
         # The fragment whose exchange has begun and is not applied, and whether its result is there.
         self._flying: Fragment | None = None
         self._landed = False
+        # The step of which the exchange has begun, if one is due; for exchanges that begin before forward.
+        self._begun: int | None = None
+        # Whether weights were made equal since the exchange under way began: its result is of no use any more.
+        self._obsolete = False
         # What goes on with the ranks that are left, once some are lost; whether a round of it is under way; the number
         # of the next; and what had been done before.
         self.survivors: Survivors | None = None
@@ -156,7 +162,16 @@ class Weights:
     @property
     def is_due_before_forward(self) -> bool:
         """Whether `forward_begins` has anything to do: not again in a step."""
-        return self.is_before_forward and not self.is_under_way
+        return self._is_to_begin and not self.is_under_way
+
+    @property
+    def is_due_after_step(self) -> bool:
+        """Whether `step_ended` has anything to exchange: always, but where a forward has begun it."""
+        return self._is_to_begin or not self.is_before_forward
+
+    @property
+    def _is_to_begin(self) -> bool:
+        return self.is_before_forward and self._begun != self.step
 
     @property
     def is_under_way(self) -> bool:
@@ -165,17 +180,26 @@ class Weights:
 
     def forward_begins(self) -> None:
         """Before a forward in training: begins an exchange that is due."""
-        due = self.sync.starts(self.step) if self.is_due_before_forward else None
+        if self.is_due_before_forward:
+            self._begin_before_forward()
+
+    def _begin_before_forward(self) -> None:
+        self._begun = self.step
+        due = self.sync.starts(self.step)
         if due is not None:
-            self._start(due, overlapped=False)
+            # a forward may be inside of the optimizer's step, or other weights are loaded after it
+            self._start(due, overlapped=True)
 
     def step_begins(self) -> None:
-        """Before an optimizer's step: gradients were computed with the old weights, which may go now."""
+        """Before an optimizer's step: gradients were computed with the old weights, which may move now."""
         if self.is_before_forward:
             self._apply()
 
     def step_ended(self) -> None:
         """After an optimizer's step, or one that was skipped."""
+        if self._is_to_begin:
+            # the model was not called, or an exchange was still under way when it was
+            self._begin_before_forward()
         self.step += 1
         if self.is_before_forward:
             return
@@ -196,13 +220,14 @@ class Weights:
         self._flying, self._landed = fragment, False
 
     def _apply(self) -> None:
+        obsolete, self._obsolete = self._obsolete, False
         if self.survivors is not None and self._meeting:
             self._meeting = False
-            self.syncs += self.survivors.land()
+            self.syncs += self.survivors.land(adds=not obsolete)
             return
         self.land()
         fragment, self._flying = self._flying, None
-        if fragment is None:
+        if fragment is None or obsolete:
             return
         with torch.no_grad():
             fragment.show()
@@ -232,6 +257,17 @@ class Weights:
             self._forget()
         return True
 
+    @property
+    def before(self) -> list[Tensor]:
+        """Weights as they were when the exchange under way began, if its result will be set off against them."""
+        return [] if self._flying is None or self.is_before_forward else self._flying.before
+
+    def consolidated(self) -> None:
+        """Ranks were given the mean of their weights, and of `before`. What gossip has under way would part them."""
+        self._obsolete = self.is_before_forward and self.is_under_way
+        if self.sync.restart and self.survivors is None:
+            self.begin()
+
     def rest(self) -> None:
         """Between steps: this rank does something else, and those that are left need not wait for it."""
         if self.survivors is not None and not self._meeting:
@@ -242,11 +278,17 @@ class Weights:
         if self.survivors is not None:
             self.survivors.resume()
 
+    @property
+    def keeps(self) -> bool:
+        """Whether steps keep anything."""
+        return any(keeping.keeps(fragment.scheduler, fragment.names) for fragment in self.fragments)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, by names of parameters. An exchange under way is waited for, and its result saved: the
         weights themselves stay as they are, whether they are saved before or after."""
         self.land()
-        state: dict[str, Any] = {"step": self.step, "syncs": self.syncs}
+        state: dict[str, Any] = {"step": self.step, "syncs": self.syncs, "bucket_bytes": self._bucket_bytes}
+        state |= {} if self._begun is None else {"begun": self._begun}
         if self.survivors is not None:
             # copies of peers' weights, and a round under way, are not kept
             return state | {"rounds": [self._next], "living": self.survivors.living}
@@ -255,29 +297,32 @@ class Weights:
         for fragment in self.fragments:
             kept |= keeping.save(fragment.scheduler, fragment.names)
         state |= {"kept": kept} if kept else {}
-        if self._flying is not None:
+        if self._flying is not None and not self._obsolete:
             flying = self._flying
             state["result"] = {n: place.clone() for n, place in zip(flying.names, flying.places, strict=True)}
             state["before"] = {n: values.clone() for n, values in zip(flying.names, flying.before, strict=False)}
         return state
 
-    def load_state_dict(self, state: dict[str, Any], saved_by: keeping.Author, here: keeping.Author) -> keeping.Kept:
-        """Takes over what `state_dict` gave; of another world only what all ranks have alike. Gives what of all that
-        steps had kept was taken."""
-        same = saved_by[:2] == here[:2]
+    def load_state_dict(self, state: dict[str, Any], much: keeping.Fit, *, has_result: bool = True) -> keeping.Kept:
+        """Takes over as much as fits of what `state_dict` gave, and the result of an exchange that was under way unless
+        it is another's. Gives what of all that steps had kept was taken."""
+        if state.get("bucket_bytes", self._bucket_bytes) != self._bucket_bytes:
+            # with other buckets others carry
+            much = min(much, keeping.Fit.OF_HOSTS)
         self.step, self.syncs = state.get("step", self.step), state.get("syncs", self.syncs)
-        self._flying = None
+        self._flying, self._obsolete = None, False
+        self._begun = state.get("begun", self.step if "result" in state else None)
         for fragment, rounds in zip(self.fragments, state.get("rounds", ()), strict=False):
             fragment.scheduler.resume(rounds)
         kept: keeping.Kept = state.get("kept", {})
         taken: keeping.Kept = {}
         for fragment in self.fragments:
-            mine = keeping.fitting(fragment.scheduler, fragment.names, kept, saved_by, here)
+            mine = keeping.fitting(fragment.scheduler, fragment.names, kept, much, fragment.of_hosts)
             keeping.restore(fragment.scheduler, fragment.names, mine)
             taken |= mine
         result, before = state.get("result", {}), state.get("before", {})
         for fragment in self.fragments:
-            if same and result and set(fragment.names) == set(result):
+            if has_result and result and set(fragment.names) == set(result):
                 for name, place in zip(fragment.names, fragment.places, strict=True):
                     place.copy_(result[name])
                 fragment.before = [before[name].clone() for name in fragment.names] if before else []
@@ -298,7 +343,10 @@ class Weights:
         return sum(plain), sum(coded), sum(bad), max(errors), sum(seconds)
 
     def remove(self) -> None:
-        """Lets go of everything. What is under way is not applied."""
+        """Lets go of everything. What is under way is ended, or it would fail for others too, and not applied."""
+        if self._flying is not None and not self._landed:
+            with contextlib.suppress(OffbeatError):
+                self._flying.land(self.step, self.algorithm)
         if self.survivors is not None:
             self.survivors.remove()
         self._forget()
