@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from offbeat import devices, hooks
+from offbeat import devices, slots
 
 
 class Double:
@@ -140,13 +140,13 @@ def in_place_of_a_gpu(double: Double) -> Iterator[None]:
     def clear(view):
         double.write(view, torch.zeros_like(view))
 
-    before = hooks.fill, hooks.clear
-    hooks.fill, hooks.clear = fill, clear
+    before = slots.fill, slots.clear
+    slots.fill, slots.clear = fill, clear
     devices.KINDS["cpu"] = lambda _: Device(double)
     try:
         yield
     finally:
-        hooks.fill, hooks.clear = before
+        slots.fill, slots.clear = before
         del devices.KINDS["cpu"]
 
 

@@ -48,119 +48,6 @@ def test_what_loses_nothing_is_the_mean(ranks, layout):
         assert facts["powersgd"]["away"] < 2e-5, facts
 
 
-def test_endless_warm_up_is_torchs_adam(ranks):
-    """Two ranks divide by two, as plain torch does on both their batches: the same bits."""
-
-    def script():
-        import torch
-        from support import bits, make_model, simulate, train
-
-        import offbeat
-        from offbeat.algorithms import OneBitAdam
-
-        offbeat.init()
-        for kind in (torch.optim.Adam, torch.optim.AdamW):
-            model, alone = make_model("mlp"), make_model("mlp")
-            optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.1)
-            optimizer = offbeat.DistributedOptimizer(optimizer, model, OneBitAdam(warmup_steps=10**6))
-            train(model, optimizer, "mlp", range(20))
-            simulate(alone, kind(alone.parameters(), lr=0.01, weight_decay=0.1), "mlp", range(20), [[0], [1]])
-            assert all(bits(a) == bits(b) for a, b in zip(model.parameters(), alone.parameters(), strict=True))
-            optimizer.remove()
-        offbeat.shutdown()
-
-    ranks(script, 2, per_rank=apart)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_adam_with_a_frozen_second_moment(ranks, world):
-    """Without a codec the step after the warm-up is the formula: v̂ stays, m goes on, decay is decoupled."""
-
-    def script():
-        import torch
-        from support import loss_of, make_batch, make_model, train
-
-        import offbeat
-        from offbeat.algorithms import QAdam
-
-        offbeat.init()
-        warmup, lr, decay, eps, betas = 3, 0.01, 0.1, 1e-6, ((0.9, 0.99), (0.8, 0.95))
-        model, other = make_model("mlp"), make_model("mlp")
-
-        def groups(model):
-            parameters = list(model.parameters())
-            halves = (parameters[:3], parameters[3:])
-            return [{"params": half, "betas": betas[at]} for at, half in enumerate(halves)]
-
-        optimizer = torch.optim.AdamW(groups(model), lr=lr, weight_decay=decay, eps=eps)
-        optimizer = offbeat.DistributedOptimizer(optimizer, model, QAdam(warmup_steps=warmup, codec=None))
-        train(model, optimizer, "mlp", range(10))
-
-        twin = torch.optim.AdamW(groups(other), lr=lr, weight_decay=decay, eps=eps)
-        frozen = {}
-        for step in range(10):
-            parts = [
-                torch.autograd.grad(loss_of(other, make_batch("mlp", rank, step)), list(other.parameters()))
-                for rank in range(offbeat.world_size())
-            ]
-            means = [sum(part) / len(parts) for part in zip(*parts, strict=True)]
-            if step < warmup:
-                for parameter, mean in zip(other.parameters(), means, strict=True):
-                    parameter.grad = mean
-                twin.step()
-                continue
-            with torch.no_grad():
-                for at, (parameter, mean) in enumerate(zip(other.parameters(), means, strict=True)):
-                    beta1, beta2 = betas[0 if at < 3 else 1]
-                    state = twin.state[parameter]
-                    v = frozen.setdefault(at, state["exp_avg_sq"] / (1 - beta2**warmup))
-                    state["exp_avg"].lerp_(mean, 1 - beta1)
-                    parameter.mul_(1 - lr * decay)
-                    parameter -= lr * state["exp_avg"] / (1 - beta1 ** (step + 1)) / (v.sqrt() + eps)
-        for name, parameter in model.named_parameters():
-            want = dict(other.named_parameters())[name]
-            assert torch.allclose(parameter, want, rtol=1e-4, atol=1e-6), (name, (parameter - want).abs().max())
-            state = optimizer.state[parameter]
-            assert float(state["step"]) == 10
-        offbeat.shutdown()
-
-    ranks(script, world, per_rank=apart)
-
-
-def test_elements_without_a_second_moment_stay(ranks):
-    def script():
-        import torch
-        from support import noted_warnings
-
-        import offbeat
-
-        offbeat.init()
-        torch.manual_seed(0)
-        model = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 2), "late": torch.nn.Linear(4, 2)})
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        algorithm = offbeat.algorithms.OneBitAdam(warmup_steps=2)
-        optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
-        x = torch.ones(3, 4)
-        x[:, 1] = 0  # no gradient for this column
-        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        for step in range(5):
-            optimizer.zero_grad()
-            loss = model["used"](x).square().sum() + (model["late"](x).sum() if step > 2 else 0)
-            loss.backward()
-            if step == 2:
-                before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-            with noted_warnings() as said:
-                optimizer.step()
-            assert any("not updated any more" in text for text in said) == (step == 3), said
-        after = dict(model.named_parameters())
-        assert torch.equal(after["used.weight"][:, 1], before["used.weight"][:, 1])
-        assert not torch.equal(after["used.weight"][:, 0], before["used.weight"][:, 0])
-        assert torch.equal(after["late.weight"], before["late.weight"])
-        offbeat.shutdown()
-
-    ranks(script, 2, per_rank=apart)
-
-
 ALL = ["bytegrad", "qsgd", "qadam", "onebit_adam", "powersgd", "topk"]
 
 
@@ -239,8 +126,81 @@ def test_training_around_an_algorithm(ranks, algorithm):
     ranks(script, 2, per_rank=apart, args=[algorithm])
 
 
+@pytest.mark.parametrize("choice", ["sgd", "lbfgs"])
+def test_what_is_not_finite_in_a_closure_is_told_before_the_step(ranks, choice):
+    """The weights stay as they are, and training goes on with the next batch."""
+
+    def script():
+        import sys
+
+        import torch
+        from support import digest, fails, loss_of, make_batch, make_model, same_everywhere
+
+        import offbeat
+
+        offbeat.init()
+        model = make_model("mlp")
+        kind = torch.optim.SGD if sys.argv[1] == "sgd" else torch.optim.LBFGS
+        optimizer = offbeat.DistributedOptimizer(kind(model.parameters(), lr=0.1), model, "bytegrad")
+
+        def closure(step, bad=False):
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch("mlp", offbeat.rank(), step))
+            (loss * float("nan") if bad and offbeat.rank() == 1 else loss).backward()
+            return loss
+
+        for step in range(4):
+            before = digest(model)
+            if step == 2:
+                fails(offbeat.errors.NonFinite, "NaN|try:", optimizer.step, lambda: closure(2, bad=True))
+                assert digest(model) == before
+            elif step == 3:
+                assert torch.isfinite(optimizer.step(closure=lambda: closure(3)))
+            else:
+                assert torch.isfinite(optimizer.step(lambda step=step: closure(step)))
+            assert (digest(model) == before) == (step == 2)
+            assert same_everywhere(*model.parameters())
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=apart, args=[choice])
+
+
+def test_what_is_not_finite_is_told_without_an_optimizer(ranks):
+    """Nobody can look before the step then, so the next forward does; a step that a scaler leaves out does no harm."""
+
+    def script():
+        import torch
+        from support import fails, loss_of, make_batch, make_model
+
+        import offbeat
+
+        offbeat.init()
+        model = make_model("mlp")
+        wrapped = offbeat.DataParallel(model, algorithm="bytegrad")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+        def backward(step):
+            optimizer.zero_grad()
+            loss = loss_of(wrapped, make_batch("mlp", offbeat.rank(), step))
+            scaler.scale(loss * float("inf") if step in (1, 4) and offbeat.rank() == 1 else loss).backward()
+
+        for step in range(4):
+            backward(step)
+            scaler.step(optimizer)
+            scaler.update()
+        backward(4)
+        optimizer.step()
+        fails(offbeat.errors.NonFinite, "step 4|spoiled 0.weight|try:", backward, 5)
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=apart)
+
+
 def test_bad_input_is_told_when_it_is_made(ranks):
     def script():
+        from typing import ClassVar
+
         import torch
         from support import fails
 
@@ -260,6 +220,24 @@ def test_bad_input_is_told_when_it_is_made(ranks):
         fails(wrong, "beta=1", steps.Momentum, 1)
         fails(wrong, "state=", steps.Apply, print, "momentum")
         fails(wrong, "function", steps.Apply, 3)
+        fails(wrong, "state=|try", steps.Apply, print, None)
+        fails(wrong, "state=|different names", steps.Apply, print, ["a", "a"])
+        nan = float("nan")
+        for least in ("a", None, True, nan):
+            fails(wrong, "least=|try", algorithms.PowerSGD, least=least)
+        for beta in ("a", True, nan):
+            fails(wrong, "beta=|try", steps.Momentum, beta)
+        for seed in (-1, "a", None, 1.5, True):
+            for kind in (algorithms.QSGD, algorithms.PowerSGD, algorithms.AsyncGossip):
+                fails(wrong, "seed=|try", kind, seed=seed)
+        averaging = (algorithms.GradientAllReduce, algorithms.ByteGrad, algorithms.QSGD)
+        for kind in averaging:
+            for hierarchical in ("x", nan, 2, None):
+                fails(wrong, "hierarchical=|try", kind, hierarchical=hierarchical)
+            fails(wrong, "average='no'|try", kind, average="no")
+        for feedback in ("no", nan):
+            for kind in (algorithms.ByteGrad, algorithms.QAdam, algorithms.AsyncServer):
+                fails(wrong, "feedback=|try", kind, feedback=feedback)
         offbeat.init()
         model = torch.nn.Linear(3, 3)
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -268,6 +246,30 @@ def test_bad_input_is_told_when_it_is_made(ranks):
             fails(wrong, "Adam|no optimizer|try", offbeat.DataParallel, model, algorithm=name)
         fails(wrong, "no algorithm 'bytegrat'|'bytegrad'|'topk'", offbeat.DistributedOptimizer, sgd, model, "bytegrat")
         fails(wrong, "try: TopK()", offbeat.DistributedOptimizer, sgd, model, algorithms.TopK)
+        ours = [steps.AllReduce()]
+
+        class Own(algorithms.Algorithm):
+            given: ClassVar = ours
+            first: ClassVar = (0, ())
+
+            def steps(self):
+                return self.given
+
+            def warmup(self):
+                return self.first
+
+        def own(words, **members):
+            fails(wrong, words, offbeat.DistributedOptimizer, sgd, model, type("Own", (Own,), members)())
+
+        own("without steps|try", given=None)
+        own("'allreduce', which is no step|try: [AllReduce", given=["allreduce"])
+        own("the class AllReduce|try: [AllReduce()]", given=[steps.AllReduce])
+        own("no list|try: [AllReduce", given=steps.AllReduce())
+        for first in (-1, "3", None, True):
+            own("warmup()[0]=|try", first=(first, ours))
+        own("warmup()|try: a pair", first=3)
+        own("warmup()|'allreduce', which is no step", first=(3, ["allreduce"]))
+        fails(wrong, "what its steps are|try", offbeat.DistributedOptimizer, sgd, model, algorithms.Algorithm())
         double = torch.nn.Linear(3, 3).double()
         optimizer = torch.optim.SGD(double.parameters(), lr=0.1)
         if offbeat.world_size() > 1:

@@ -268,6 +268,7 @@ def test_a_thread_rests_in_a_pause(ranks, name):
         "AsyncGossip(codec='minmax8')",
         "AsyncGossip(seed=-1)",
         "AsyncServer(staleness=-1)",
+        "AsyncServer(feedback=True)",
         "AsyncServer(period=float('nan'))",
     ],
 )

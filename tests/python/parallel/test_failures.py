@@ -121,6 +121,91 @@ def test_an_uncaught_exception_is_quoted_by_the_others(ranks, where):
         assert f"pid {job.processes[1].pid}" in error["message"]
 
 
+@pytest.mark.parametrize("how", ["init again", "late hook", "thread", "thread and late hook"])
+def test_an_uncaught_exception_is_quoted_whoever_else_has_hooks(ranks, how):
+    """Torch's hook between two of ours, one that was set later and passes nothing on, and a thread that trains."""
+
+    def script():
+        import sys
+        import threading
+        import time
+
+        import torch.distributed as dist
+        from support import make_model, make_optimizer, report, train
+
+        import offbeat
+
+        how = sys.argv[1]
+        offbeat.init(timeout=20.0)
+        if how == "init again":
+            dist.init_process_group("gloo")
+            offbeat.shutdown()
+            offbeat.init(timeout=20.0)
+
+        def work():
+            model = make_model("mlp")
+            optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", model), model)
+            train(model, optimizer, "mlp", range(3))
+            if offbeat.rank() == 1:
+                raise ValueError("no more data in shard 7")
+            report(train, model, optimizer, "mlp", [3])
+
+        if "late hook" in how:
+            sys.excepthook = lambda kind, *_: print("it was", kind.__name__)
+        if "thread" in how:
+            # one that has nothing to do with training may end as it likes
+            helper = threading.Thread(target=lambda: 1 / 0)
+            helper.start()
+            helper.join()
+            worker = threading.Thread(target=work)
+            worker.start()
+            worker.join()
+            time.sleep(3.0 * offbeat.rank())
+        else:
+            work()
+
+    began = time.monotonic()
+    job = ranks(script, 2, args=[how], check=False)
+    assert [rank.code for rank in job.ranks] == [0, 0 if "thread" in how else 1], job.report()
+    (error,) = told(job.ranks[0])
+    assert error["kind"] == "PeerFailed", error
+    assert "ValueError: no more data in shard 7" in error["cause"]
+    assert error["at"] - began < 10.0
+    assert "ZeroDivisionError" in job.ranks[0].err or "thread" not in how
+    shown = (job.ranks[1].out + job.ranks[1].err).count("ValueError" if how == "late hook" else "ValueError: no more")
+    assert shown == 1, job.report()
+
+
+def test_an_exception_that_was_looked_at_ends_no_rank(ranks):
+    """As test runners and consoles do: it is the last one, and the process ends in good order after it."""
+
+    def script():
+        import sys
+
+        import torch
+        from support import report
+
+        import offbeat
+
+        offbeat.init(timeout=20.0)
+        if offbeat.rank() == 1:
+
+            def look():
+                try:
+                    raise ValueError("a test that failed")
+                except ValueError as error:
+                    sys.last_value, sys.last_traceback = error, error.__traceback__
+
+            look()
+            return
+        report(offbeat.all_reduce, torch.ones(1))
+
+    job = ranks(script, 2)
+    (error,) = told(job.ranks[0])
+    assert error["kind"] == "PeerLost", error
+    assert "its interpreter exited" in error["message"]
+
+
 @pytest.mark.parametrize("how", ["sys.exit", "end", "shutdown", "os._exit", "exception in a thread"])
 @pytest.mark.parametrize("where", PLACES)
 def test_a_rank_that_leaves_early_is_named(ranks, where, how):

@@ -268,3 +268,52 @@ def test_a_loss_while_ranks_have_different_numbers_of_batches(ranks):
         # rank 2 has the most batches of those that are left; more steps are made where the lost one had data left
         assert facts[0][1]["step"] - facts[0][0]["step"] == 22, facts
         assert facts[0][0]["step"] >= 22, facts
+
+
+def test_a_rank_that_comes_back_late_and_far_away_is_not_kept_waiting(ranks):
+    """A round ends without it, and it cannot read the codes of that: what all do next still works."""
+
+    def script():
+        import os
+        import signal
+        import time
+
+        import torch
+        from support import digest, loss_of, make_batch, make_model, tell
+
+        import offbeat
+        from offbeat.survivors import Survivors
+
+        offbeat.init(timeout=10.0)
+        rank = offbeat.rank()
+        model = make_model("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = offbeat.DistributedOptimizer(optimizer, model, "low_precision_decentralized")
+        resume = Survivors.resume
+
+        def resume_late(survivors):
+            if survivors._resting:
+                time.sleep(0.3)
+            resume(survivors)
+
+        if rank == 2:
+            Survivors.resume = resume_late
+        for epoch in range(2):
+            with optimizer.join():
+                for step in range(6 + 2 * rank):
+                    if rank == 1 and step == 4:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    optimizer.zero_grad()
+                    loss_of(model, make_batch("mlp", rank, 100 * epoch + step)).backward()
+                    optimizer.step()
+            if rank == 2 and epoch == 0:
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.add_(torch.randn_like(parameter))
+        tell(agreed=digest(model))
+        offbeat.shutdown()
+
+    job = ranks.start(script, 3, per_rank=lambda rank: {"OFFBEAT_HOST": "abc"[rank]})
+    job.wait(60, check=False)
+    assert job.ranks[0].code == job.ranks[2].code == 0, job.report()
+    assert told(job.ranks[0]) == told(job.ranks[2]), job.report()

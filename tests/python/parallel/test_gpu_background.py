@@ -55,7 +55,9 @@ def test_every_schedule_of_streams_gives_the_same_bits(train):
 )
 def test_a_wait_that_is_forgotten_is_found_by_a_schedule(train, algorithm, where, lazy, forgotten):
     said = train(forgetful, "ab", algorithm, where, forgotten, check=False, FAKECUDA_SCHED=lazy)
-    found = [rank.out.startswith("other bits") or (rank.code or 0) < 0 for rank in said.ranks]
+    # memory that is not there yet may hold anything, also what is no number
+    signs = [(rank.out.startswith("other bits"), (rank.code or 0) < 0, "NonFinite" in rank.err) for rank in said.ranks]
+    found = [any(each) for each in signs]
     assert any(found), said.report()
 
 

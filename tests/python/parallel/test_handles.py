@@ -208,3 +208,27 @@ def test_threads_with_groups_of_their_own(ranks, env):
         offbeat.shutdown()
 
     ranks(script, 3, env=env)
+
+
+def test_a_dropped_handle_still_gives_a_strided_tensor_its_result(ranks):
+    """A copy stands for it in the call; a barrier, or another asynchronous call, puts the result into place."""
+
+    def script():
+        import torch
+        from support import fails
+
+        import offbeat
+        from offbeat.errors import InvalidArgument
+
+        offbeat.init(timeout=30.0)
+        total = sum(range(offbeat.world_size()))
+        strided = torch.full((4, 6), float(offbeat.rank())).t()[::2]
+        offbeat.all_reduce(strided, async_op=True)
+        offbeat.barrier()
+        assert strided.tolist() == [[total] * 4] * 3
+        for op in (torch.distributed.ReduceOp.SUM, None, 3):
+            fails(InvalidArgument, "op must be the name|'sum'", offbeat.all_reduce, torch.ones(2), op)
+            fails(InvalidArgument, "op must be the name|'sum'", offbeat.reduce, torch.ones(2), 0, op)
+        offbeat.shutdown()
+
+    ranks(script, 2)

@@ -1,6 +1,5 @@
 """`init`: where rank, world and store come from, what is refused, and that it can be done again."""
 
-import itertools
 import json
 import socket
 
@@ -378,47 +377,3 @@ def test_torchrun_restarts(torchrun):
 
     job = torchrun(script, 2, max_restarts=1)
     assert [rank.out for rank in job.ranks] == ["2 1\n"] * 2
-
-
-KILLED = [*itertools.product((3, 1, 0), ("card", "attached")), (3, "hello"), (1, "hello"), (0, "gathered")]
-
-
-@pytest.mark.parametrize(("dies", "after"), KILLED)
-@pytest.mark.parametrize("hosts", ["one", "many"])
-def test_a_rank_that_is_killed_while_ranks_link_is_named_soon(ranks, dies, after, hosts):
-    """And not when the time to connect is up. The store goes with rank 0."""
-
-    def script():
-        import os
-        import signal
-        import sys
-        import time
-
-        from support import report, tell
-
-        import offbeat
-        from offbeat import rendezvous
-
-        dies, after = int(sys.argv[1]), sys.argv[2]
-        if int(os.environ["RANK"]) == dies:
-            leave = rendezvous.Adapter.set
-
-            def set_and_die(self, key, value):
-                leave(self, key, value)
-                # the first hello has no name yet: it may be that of an attempt before
-                if key.startswith(after) and (after != "hello" or b" " in value):
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-            rendezvous.Adapter.set = set_and_die
-        tell(began=time.monotonic())
-        report(offbeat.init, connect_timeout=60)
-
-    named = {"per_rank": lambda rank: {"OFFBEAT_HOST": f"host{rank}"}} if hosts == "many" else {}
-    job = ranks(script, 4, args=[dies, after], check=False, **named)
-    assert [rank.code for rank in job.ranks] == [-9 if rank.rank == dies else 0 for rank in job.ranks], job.report()
-    for rank in job.ranks:
-        if rank.rank != dies:
-            began, story = told(rank)
-            assert (story["kind"], story["rank"]) == ("PeerLost", dies), story
-            assert "try:" in story["message"], story
-            assert story["at"] - began["began"] < 20, story

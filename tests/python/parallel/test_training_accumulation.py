@@ -201,6 +201,15 @@ def test_unusual_orders_of_forward_and_backward(ranks):
                 torch.testing.assert_close(parameter.grad, 2 * single[name], rtol=1e-5, atol=1e-7)
                 assert same_everywhere(parameter.grad), name
 
+            # a forward that raised has not asked for an exchange, on whichever rank
+            optimizer.zero_grad()
+            if me:
+                with contextlib.suppress(RuntimeError):
+                    model(torch.ones(2, 99))
+            with optimizer.no_sync():
+                loss(3).backward()
+            check_gradients(model, want(lambda m: loss(3, m)), "after a forward that raised")
+
             # two forwards, then two backwards
             optimizer.zero_grad()
             one, two = loss(4), loss(5)

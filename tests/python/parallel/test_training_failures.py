@@ -31,6 +31,7 @@ def test_an_exception_in_a_step_is_quoted_by_the_others(ranks, layout, where):
         import contextlib
         import os
         import sys
+        import time
 
         from support import make_model, make_optimizer, note_time, report, train
 
@@ -56,6 +57,7 @@ def test_an_exception_in_a_step_is_quoted_by_the_others(ranks, layout, where):
                 with optimizer.join() if where == "join" else contextlib.nullcontext():
                     report(train, model, optimizer, "cnn", [step])
                     report(train, model, optimizer, "cnn", [step])  # and again
+                    time.sleep(1)  # whoever goes without a goodbye must not be what the others hear of first
                     os._exit(0)
             with optimizer.join() if where == "join" else contextlib.nullcontext():
                 train(model, optimizer, "cnn", [step])

@@ -89,15 +89,15 @@ def test_compiled_models(ranks):
         offbeat.init(timeout=60.0)
         me = offbeat.rank()
 
-        def compiled(model):
-            return torch.compile(model, backend="aot_eager")
+        def compiled(model, **options):
+            return torch.compile(model, backend="aot_eager", **options)
 
         def optimize(model, of=None):
             optimizer = make_optimizer("sgd", model)
             return offbeat.DistributedOptimizer(optimizer, of or model, bucket_bytes=500)
 
         def compile_then_wrap(model):
-            graph = compiled(model)
+            graph = compiled(model, fullgraph=True)
             return graph, optimize(model, graph)
 
         def wrap_then_compile(model):
@@ -110,7 +110,7 @@ def test_compiled_models(ranks):
             return model, optimizer
 
         def parallel_then_compile(model):
-            return compiled(offbeat.DataParallel(model)), make_optimizer("sgd", model)
+            return compiled(offbeat.DataParallel(model), fullgraph=True), make_optimizer("sgd", model)
 
         def compile_then_parallel(model):
             return offbeat.DataParallel(compiled(model)), make_optimizer("sgd", model)
@@ -287,3 +287,38 @@ def test_a_model_that_is_never_called_itself(ranks, layout):
         offbeat.shutdown()
 
     ranks(script, 2, per_rank=lambda rank: {"OFFBEAT_HOST": layout[rank]})
+
+
+def test_scripted_models(ranks):
+    """Scripted before `DataParallel`: trained as the plain model is; every other order says what to do instead."""
+
+    def script():
+        import copy
+
+        import torch
+        from support import differences, fails, make_model, make_optimizer, same_everywhere, train
+
+        import offbeat
+        from offbeat.errors import Unsupported
+
+        offbeat.init(timeout=20.0)
+        plain, scripted = make_model("mlp"), torch.jit.script(make_model("mlp"))
+        optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", plain), plain)
+        train(plain, optimizer, "mlp", range(3))
+        for model in (plain, copy.deepcopy(plain)):
+            fails(AttributeError, "torch.jit.script|try: script it first", torch.jit.script, model)
+        torch.jit.trace(plain, torch.ones(2, 8))
+
+        other = make_optimizer("sgd", scripted)
+        words = "torch.jit.script|try: offbeat.DataParallel"
+        fails(Unsupported, words, offbeat.DistributedOptimizer, other, scripted)
+        wrapped = offbeat.DataParallel(scripted, other)
+        train(wrapped, other, "mlp", range(3))
+        # rounded in other places
+        assert max(differences(scripted, plain).values()) < 1e-5
+        assert same_everywhere(*scripted.parameters())
+        optimizer.remove()
+        assert torch.equal(torch.jit.script(plain)(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+        offbeat.shutdown()
+
+    ranks(script, 2)

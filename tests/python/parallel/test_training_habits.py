@@ -100,6 +100,14 @@ def habits():
             self.count += 1
             return super().forward(x)
 
+    class Scaled(Plain):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.tensor(2.0))
+
+        def forward(self, x):
+            return super().forward(x) * self.scale
+
     def data(size=5):
         return torch.randn(size, 4)
 
@@ -177,6 +185,18 @@ def habits():
         assert all(tensor.grad is None for tensor in model.parameters())
         simple(model, 0)
 
+    def transformed(model, _):
+        values = {name: tensor.detach() for name, tensor in model.named_parameters()}
+
+        def loss(values, x):
+            return torch.func.functional_call(model, values, (x[None],)).square().sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), (None, 0))(values, data())
+        assert {name: slopes.shape[0] for name, slopes in each.items()} == dict.fromkeys(values, 5)
+        if me == 0:  # buffers are not asked for, so one rank may look alone
+            torch.func.jacrev(model)(data())
+        torch.func.vmap(model)(data()).square().sum().backward()
+
     def threaded(model, _):
         thread = threading.Thread(target=simple, args=(model, 0))
         thread.start()
@@ -199,6 +219,7 @@ def habits():
         (Plain, held),
         (Plain, hooked),
         (Plain, functional),
+        (Scaled, transformed),
         (Plain, threaded),
         (Plain, failing),
         (Keywords, keywords),

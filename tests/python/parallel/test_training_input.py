@@ -30,6 +30,9 @@ def test_ranks_with_different_models(ranks):
             if change == "order" and odd:
                 layers = dict(reversed(layers.items()))
             model = nn.ModuleDict(layers)
+            if change == "layout":
+                conv = nn.Conv2d(3, 4, 2)
+                return conv.to(memory_format=torch.channels_last) if odd else conv
             if change == "dtype" and odd:
                 model["second"].double()
             if change == "frozen" and odd:
@@ -38,7 +41,7 @@ def test_ranks_with_different_models(ranks):
                 return nn.ModuleDict({f"layer{at}": nn.Linear(2, 2) for at in range(50)})
             return model
 
-        for change in ("shape", "name", "more", "fewer", "order", "dtype", "frozen", "many"):
+        for change in ("shape", "name", "more", "fewer", "order", "dtype", "frozen", "many", "layout"):
             for wraps in ("DistributedOptimizer", "DataParallel"):
                 model = make(change)
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -72,6 +75,7 @@ def test_ranks_with_different_models(ranks):
         "dtype": ["float64", "second.bias"],
         "frozen": ["+first.weight float32[4, 3] frozen"],
         "many": ["layer0.weight", "more lines"],
+        "layout": ["+weight float32[4, 3, 2, 2] with dimensions in memory as [0, 2, 3, 1]"],
     }
     for change, expected in words.items():
         for word in expected:
@@ -169,7 +173,6 @@ def test_arguments_that_make_no_sense(ranks):
         wrong("'bytgrad'|'allreduce'", algorithm="bytgrad")
         wrong("GradientAllReduce()", algorithm=GradientAllReduce)
         wrong("allreduce", algorithm=3)
-        wrong('hierarchical="yes"|"auto"'.replace('"yes"', "'yes'"), algorithm=GradientAllReduce(hierarchical="yes"))
         for size in (0, -5, True, 1.5, "large"):
             wrong(f"bucket_bytes={size!r}|positive|try: bucket_bytes=", bucket_bytes=size)
         for every in (0, -1, 2.5, "often", True):

@@ -254,3 +254,56 @@ def test_a_restarted_job_goes_on_from_its_checkpoint(torchrun, tmp_path):
     job = torchrun(script, 2, args=[tmp_path / "checkpoint.pt"], max_restarts=1)
     for rank in job.ranks:
         assert told(rank) == [{"start": 4, "right": True}], job.report()
+
+
+def test_both_wrappers_train_and_save_alike(ranks):
+    """`DataParallel` with an optimizer makes the same steps as `DistributedOptimizer`, and its optimizer has the
+    algorithm's state, also where the algorithm takes the optimizer's step over or exchanges weights."""
+
+    def script():
+        import copy
+
+        import torch
+        from support import digest, make_model, make_optimizer, train
+
+        import offbeat
+        from offbeat import algorithms
+
+        offbeat.init()
+        for choice, algorithm in (
+            ("sgd", "allreduce"),
+            ("sgd", algorithms.PowerSGD(rank=2, warmup_steps=1)),
+            ("adamw", algorithms.QAdam(warmup_steps=2)),
+            ("adamw", algorithms.OneBitAdam(warmup_steps=2)),
+            ("sgd", algorithms.DiLoCo(every=4, fragments=2, overlap=1)),
+        ):
+            model = make_model("cnn")
+            train(model, offbeat.DistributedOptimizer(make_optimizer(choice, model), model, algorithm), "cnn", range(8))
+            expected = digest(model)
+
+            model = make_model("cnn")
+            optimizer = make_optimizer(choice, model)
+            wrapped = offbeat.DataParallel(model, optimizer, algorithm)
+            train(wrapped, optimizer, "cnn", range(5))
+            saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            train(wrapped, optimizer, "cnn", range(5, 8))
+            assert digest(model) == expected, algorithm
+
+            model = make_model("cnn", seed=1)
+            optimizer = make_optimizer(choice, model)
+            wrapped = offbeat.DataParallel(model, optimizer, algorithm)
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+            train(wrapped, optimizer, "cnn", range(5, 8))
+            assert digest(model) == expected, algorithm
+
+            # what is added late is exchanged too, and nothing else is forgotten
+            model.register_parameter("late", torch.nn.Parameter(torch.full((3,), float(offbeat.rank()))))
+            optimizer.add_param_group({"params": [model.late]})
+            assert torch.equal(model.late.detach(), torch.zeros(3))
+            assert offbeat.stats()["models"][-1]["parameters"] == sum(p.numel() for p in model.parameters())
+            wrapped.remove()
+            assert type(optimizer) in (torch.optim.SGD, torch.optim.AdamW)
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=lambda rank: {"OFFBEAT_HOST": "ab"[rank]})

@@ -182,3 +182,52 @@ def test_optimizers_of_all_kinds(ranks):
     for case in one:
         assert case["found"][0] == case["found"][1], case["name"]
         assert case["found"][0] != case["start"]
+
+
+def test_a_line_search_needs_the_mean_loss(ranks):
+    """As a warning at wrapping says; then ranks search alike, and as one process does with gradients of all."""
+
+    def script():
+        import torch
+        from support import digest, loss_of, make_batch, make_model, mean_gradients, noted_warnings, tell
+
+        import offbeat
+
+        offbeat.init(timeout=20.0)
+        me, calls = offbeat.rank(), []
+        model, alone = make_model("mlp"), make_model("mlp")
+        optimizer, plain = (
+            torch.optim.LBFGS(each.parameters(), max_iter=8, line_search_fn="strong_wolfe") for each in (model, alone)
+        )
+        with noted_warnings() as texts:
+            offbeat.DistributedOptimizer(optimizer, model)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, make_batch("mlp", me, 0, size=6 + 20 * me))
+            loss.backward()
+            calls.append("ours")
+            loss = loss.detach()
+            offbeat.all_reduce(loss, "mean")
+            return loss
+
+        def of_all():
+            losses = [lambda m, r=rank: loss_of(m, make_batch("mlp", r, 0, size=6 + 20 * r)) for rank in range(2)]
+            for name, gradient in mean_gradients(alone, losses).items():
+                alone.get_parameter(name).grad = gradient
+            calls.append("alone")
+            return sum(loss(alone).detach() for loss in losses) / 2
+
+        same = []
+        for _ in range(3):
+            same.append(float(optimizer.step(closure)) == float(plain.step(of_all)) and digest(model) == digest(alone))
+        tell(same=same, ours=calls.count("ours"), alone=calls.count("alone"), texts=texts)
+        offbeat.shutdown()
+
+    job = ranks(script, 2)
+    for rank in job.ranks:
+        (found,) = told(rank)
+        assert found["same"] == [True] * 3, found
+        assert found["ours"] == found["alone"] > 12
+        assert len(found["texts"]) == int(rank.rank == 0)
+    assert "offbeat.all_reduce(loss, 'mean')" in told(job.ranks[0])[0]["texts"][0]

@@ -84,9 +84,17 @@ def test_bad_files_are_told(saved, tmp_path, capsys):
     other = write(tmp_path / "other.json", recording(1, world_size=4, job="2e").document())
     assert "of different jobs" in refused([saved[0], other, *output], capsys)
     assert "would overwrite" in refused([saved[0], "-o", saved[0]], capsys)
-    assert "Is a directory" in refused([tmp_path, *output], capsys)
+    (tmp_path / "empty").mkdir()
+    assert "empty has no rank*.json" in refused([tmp_path / "empty", *output], capsys)
     assert not (tmp_path / "merged.json").exists()
     assert not list(Path(tmp_path).glob(".*"))
+
+
+def test_a_directory_stands_for_the_files_in_it(saved, tmp_path, capsys):
+    saved[1].write_text(gzip.decompress(saved[1].read_bytes()).decode())
+    saved[1].rename(tmp_path / "rank1.json")
+    assert main(["trace", "merge", str(tmp_path), "-o", str(tmp_path / "merged.json")]) == 0
+    assert capsys.readouterr().out.startswith("50 steps, 4 ranks: ")
 
 
 def test_a_merged_file_is_not_merged_again(saved, tmp_path, capsys):

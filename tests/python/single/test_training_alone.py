@@ -137,7 +137,7 @@ def test_algorithms_are_descriptions():
 
     mine = Mine()
     assert resolve(mine) is mine
-    with pytest.raises(NotImplementedError, match="Algorithm"):
+    with pytest.raises(InvalidArgument, match="Algorithm"):
         Algorithm().steps()
 
 
