@@ -1,4 +1,4 @@
-# `make demo` and `make test` need Python 3.11+, Rust and make, and do the rest themselves.
+# `make demo` and `make test` need Python 3.11+, Rust, g++ and make, and do the rest themselves.
 # Everything Python lives in .venv at the root; stamps in it remember what is installed and built, so that
 # a second run starts at once. `make help` lists the targets.
 

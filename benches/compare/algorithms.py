@@ -300,7 +300,7 @@ def all_courses() -> list[Course]:
     return [
         Course("background-wire4", slow4, mlp, 16, "plain", in_background(), repetitions=2, warm=1, learns=True),
         Course("weights-wire4", slow4, mlp, 16, "ddp", of_weights),
-        Course("streaming-wire4", slow4, mlp, 16, "plain-50", in_rests, rest=0.03),
+        Course("streaming-wire4", slow4, mlp, 16, "plain-50", in_rests, rest=0.1),
         Course("algorithms-wire4", slow4, mlp, 16, "ddp", contenders),
         Course("algorithms-wire2x2", slow2x2, mlp, 16, "allreduce", shared, repetitions=5),
     ]

@@ -20,7 +20,7 @@ from ..compare.report import put_between
 from . import chart, report
 from .methods import HOSTS, METHODS, QUICK_SEEDS, QUICK_STEPS, SEEDS, TASKS, combine, judge
 
-TIMEOUT = 3600.0
+TIMEOUT = 7200.0  # a slow machine takes an hour
 ALWAYS = ("ddp-sgd", "ddp-adam", "allreduce")  # what the others are held against
 
 
