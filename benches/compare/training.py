@@ -246,9 +246,14 @@ def all_trials() -> list[Trial]:
     apart = Place("wire2", "2 hosts, 1 ms one way", 2, 1, "1gbit", "1ms")  # the rate comes from a measurement
     mlp, large, uneven = Model("mlp", 6, 1000), Model("mlp", 6, 2040), Model("uneven", 200, 5120)
     cnn, tiny, slim, deep = Model("cnn"), Model("tiny", 1000, 16), Model("mlp", 6, 576), Model("mlp", 12, 504)
-    asleep = Model("paused", 12, 504)
+    asleep, narrow = Model("paused", 12, 504), Model("mlp", 12, 126)
     few, some, many = {"repetitions": 5, "quick": 1}, {"repetitions": 11, "quick": 3}, {"repetitions": 300, "quick": 80}
-    by_layer = {"at_least": True, "bucket_bytes": MB, **some}
+
+    def by_layer(model: Model) -> dict[str, Any]:
+        """A bucket for each layer: the last one, which nothing hides, is 1/12 of the bytes, and none waits for the next
+        layer's bias."""
+        return {"at_least": True, "bucket_bytes": model.gradient_bytes // model.layers, **some}
+
     return [
         Trial("training-one-mlp", "world of one", "one", here, mlp, 16, 1.02, **many),
         Trial("training-one-cnn", "world of one", "one", here, cnn, 32, 1.02, **many),
@@ -257,10 +262,12 @@ def all_trials() -> list[Trial]:
         Trial("training-hooks", "hooks", "hooks", two, tiny, 1, 2e-6, **many),
         Trial("training-wire4", "step on a slow wire", "wire", slow4, slim, 16, 1.08, **some),
         Trial("training-wire4-mlp", "step on a slow wire", "wire", slow4, mlp, 16, 1.08, **few),
-        # a layer just fits into a bucket: the last one, which nothing hides, is 1/12 of the bytes
-        Trial("training-overlap", "overlap", "overlap", apart, deep, 2048, 0.8, **by_layer),
+        # few bytes in a long backward: the emulated wire, on the same processors, takes next to nothing of them
+        Trial("training-overlap", "overlap", "overlap", apart, narrow, 32768, 0.8, **by_layer(narrow)),
+        # as long a backward with 16 times the bytes
+        Trial("training-overlap-fast", "overlap", "overlap", apart, deep, 2048, 0.8, **by_layer(deep)),
         # the same with the processor free for communication, as where an accelerator computes
-        Trial("training-overlap-asleep", "overlap", "overlap", apart, asleep, 16, 0.8, **by_layer),
+        Trial("training-overlap-asleep", "overlap", "overlap", apart, asleep, 16, 0.8, **by_layer(asleep)),
         Trial("training-memory-6m", "memory", "memory", two, mlp, 16, 1.0, **few),
         Trial("training-memory-25m", "memory", "memory", two, large, 16, 1.0, **few),
     ]

@@ -30,6 +30,12 @@ pub struct Tensor {
     pub place: Place,
 }
 
+impl Tensor {
+    fn bytes(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+}
+
 /// A tensor's place in a bucket.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Slot {
@@ -78,7 +84,7 @@ impl Sizes {
     pub fn new(bytes: usize) -> Result<Self> {
         match bytes {
             0 => Err(Error::invalid("bucket_bytes is 0, but a bucket must hold something; try: 8388608, or \"auto\"")),
-            _ => Ok(Sizes { first: bytes.min(1 << 20), rest: bytes }),
+            _ => Ok(Sizes { first: bytes.min((bytes / 8).max(1 << 20)), rest: bytes }),
         }
     }
 
@@ -86,6 +92,12 @@ impl Sizes {
     fn of(self, bucket: usize) -> usize {
         let doubled = self.first.saturating_mul(1 << bucket.min(32));
         doubled.min(self.rest)
+    }
+
+    /// Tensors of fewer bytes are crumbs: they go with what becomes ready after them. In a bucket that is nearly full, the
+    /// bias of the next layer would make all before it wait for that layer; alone, it would be a message of its own.
+    fn crumb(self) -> usize {
+        self.first / 16
     }
 }
 
@@ -126,7 +138,8 @@ impl Plan {
     /// those whose value is final only at the end of backward.
     ///
     /// A bucket takes tensors of its kind until the next one would make it larger than it may be. A tensor that is larger
-    /// by itself gets a bucket of its own. Buckets go out in the order in which their last tensors become ready.
+    /// by itself gets a bucket with nothing but the crumbs before it. Buckets go out in the order in which their last
+    /// tensors become ready.
     pub fn new(tensors: &[Tensor], order: &[usize], late: &[bool], sizes: Sizes, grain: Grain) -> Result<Self> {
         let mut seen = vec![false; tensors.len()];
         for &tensor in order {
@@ -138,47 +151,18 @@ impl Plan {
         if order.len() != tensors.len() || late.len() != tensors.len() {
             return Err(disorder(order.len(), tensors.len()));
         }
-        let (at_once, at_end): (Vec<usize>, Vec<usize>) = order.iter().partition(|tensor| !late[**tensor]);
-        let mut buckets: Vec<(usize, Bucket)> = Vec::new();
-        for (turn, &tensor) in at_once.iter().chain(&at_end).enumerate() {
-            let spec = &tensors[tensor];
-            let limit = sizes.of(buckets.len().saturating_sub(1));
-            let open = buckets.iter_mut().rev().find(|(_, bucket)| {
-                (bucket.dtype, bucket.place, bucket.late) == (spec.dtype, spec.place, late[tensor])
-            });
-            let step = grain.step(spec.dtype);
-            match open {
-                Some((last, bucket)) if (bucket.count + spec.count) * spec.dtype.size() <= limit => {
-                    let offset = bucket.count.next_multiple_of(step);
-                    bucket.slots.push(Slot { tensor, offset });
-                    bucket.count = offset + spec.count;
-                    *last = turn;
-                }
-                _ => buckets.push((
-                    turn,
-                    Bucket {
-                        dtype: spec.dtype,
-                        place: spec.place,
-                        slots: vec![Slot { tensor, offset: 0 }],
-                        used: 0,
-                        count: spec.count,
-                        late: late[tensor],
-                    },
-                )),
+        let mut groups: Vec<Vec<Turn>> =
+            kinds(tensors, order, late).iter().flat_map(|kind| gathered(kind, tensors, sizes)).collect();
+        groups.sort_by_key(|group| group.last().map(|turn| turn.number));
+        let mut homes = vec![(0, 0); tensors.len()];
+        let mut buckets = Vec::with_capacity(groups.len());
+        for group in &groups {
+            for (slot, turn) in group.iter().enumerate() {
+                homes[turn.tensor] = (buckets.len(), slot);
             }
+            buckets.push(laid_out(group, tensors, late, grain));
         }
-        buckets.sort_by_key(|(last, _)| *last);
-        let mut plan = Plan { buckets: Vec::with_capacity(buckets.len()), homes: vec![(0, 0); tensors.len()] };
-        for (_, mut bucket) in buckets {
-            let step = grain.step(bucket.dtype);
-            bucket.used = bucket.count.next_multiple_of(step);
-            bucket.count = bucket.used + if grain.used_inside { bucket.slots.len() } else { 0 };
-            for (slot, place) in bucket.slots.iter().enumerate() {
-                plan.homes[place.tensor] = (plan.buckets.len(), slot);
-            }
-            plan.buckets.push(bucket);
-        }
-        Ok(plan)
+        Ok(Plan { buckets, homes })
     }
 
     /// The tensors in the order in which their buckets go out: what another rank needs to make the same plan.
@@ -199,6 +183,69 @@ impl Plan {
         }
         digest(&bytes)
     }
+}
+
+/// When a tensor becomes ready, among all.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    number: usize,
+    tensor: usize,
+}
+
+/// The tensors that can share buckets, in the order in which they become ready; those that are late come after all others.
+fn kinds(tensors: &[Tensor], order: &[usize], late: &[bool]) -> Vec<Vec<Turn>> {
+    let (at_once, at_end): (Vec<usize>, Vec<usize>) = order.iter().partition(|tensor| !late[**tensor]);
+    let mut kinds: Vec<Vec<Turn>> = Vec::new();
+    for (number, tensor) in at_once.into_iter().chain(at_end).enumerate() {
+        let of = |tensor: usize| (tensors[tensor].dtype, tensors[tensor].place, late[tensor]);
+        let turn = Turn { number, tensor };
+        match kinds.iter_mut().find(|kind| of(kind[0].tensor) == of(tensor)) {
+            Some(kind) => kind.push(turn),
+            None => kinds.push(vec![turn]),
+        }
+    }
+    kinds
+}
+
+/// Tensors of one kind by buckets.
+fn gathered(kind: &[Turn], tensors: &[Tensor], sizes: Sizes) -> Vec<Vec<Turn>> {
+    let bytes = |turns: &[Turn]| turns.iter().map(|turn| tensors[turn.tensor].bytes()).sum::<usize>();
+    let mut groups: Vec<Vec<Turn>> = Vec::new();
+    for portion in portions(kind, tensors, sizes.crumb()) {
+        let limit = sizes.of(groups.len().saturating_sub(1));
+        match groups.last_mut() {
+            Some(group) if bytes(group) + bytes(portion) <= limit => group.extend(portion),
+            _ => groups.push(portion.to_vec()),
+        }
+    }
+    groups
+}
+
+/// What is not divided between buckets: a tensor with the crumbs before it, or crumbs that are as much as one.
+fn portions<'a>(kind: &'a [Turn], tensors: &[Tensor], crumb: usize) -> impl Iterator<Item = &'a [Turn]> {
+    let mut so_far = 0;
+    kind.split_inclusive(move |turn| {
+        so_far += tensors[turn.tensor].bytes();
+        let is_enough = so_far >= crumb;
+        so_far *= usize::from(!is_enough);
+        is_enough
+    })
+}
+
+/// A bucket of these tensors, one after the other.
+fn laid_out(group: &[Turn], tensors: &[Tensor], late: &[bool], grain: Grain) -> Bucket {
+    let Tensor { dtype, place, .. } = tensors[group[0].tensor];
+    let step = grain.step(dtype);
+    let mut end = 0usize;
+    let slots = group.iter().map(|&Turn { tensor, .. }| {
+        let offset = end.next_multiple_of(step);
+        end = offset + tensors[tensor].count;
+        Slot { tensor, offset }
+    });
+    let slots: Vec<Slot> = slots.collect();
+    let used = end.next_multiple_of(step);
+    let count = used + if grain.used_inside { slots.len() } else { 0 };
+    Bucket { dtype, place, slots, used, count, late: late[group[0].tensor] }
 }
 
 fn disorder(given: usize, wanted: usize) -> Error {
@@ -234,7 +281,24 @@ mod tests {
         let order: Vec<usize> = (0..12).collect();
         let plan = Plan::new(&tensors, &order, &[false; 12], Sizes::new(8 << 20).unwrap(), Grain::default()).unwrap();
         let tensors_in: Vec<usize> = plan.buckets.iter().map(|bucket| bucket.slots.len()).collect();
-        assert_eq!(tensors_in, [1, 2, 6, 3]);
+        assert_eq!(tensors_in, [2, 2, 6, 2]);
+    }
+
+    #[test]
+    fn crumbs_go_with_what_is_ready_after_them() {
+        // biases and weights by turns; two layers would fit into a bucket but for a crumb's room
+        let tensors: Vec<Tensor> = (0..16).map(|at| tensor(at, [128, 1 << 14][at % 2], DType::F32)).collect();
+        let order: Vec<usize> = (0..16).collect();
+        let sizes = Sizes { first: 66_000, rest: 132_700 };
+        let plan = Plan::new(&tensors, &order, &[false; 16], sizes, Grain::default()).unwrap();
+        let firsts: Vec<usize> = plan.buckets.iter().map(|bucket| bucket.slots[0].tensor).collect();
+        assert_eq!(firsts, [0, 2, 4, 8, 12]);
+        // none after them, and so many that they are as much as a tensor
+        let tensors: Vec<Tensor> =
+            (0..16).map(|at| tensor(at, [128, 1 << 14][usize::from(at == 0)], DType::F32)).collect();
+        let plan = Plan::new(&tensors, &order, &[false; 16], sizes, Grain::default()).unwrap();
+        let tensors_in: Vec<usize> = plan.buckets.iter().map(|bucket| bucket.slots.len()).collect();
+        assert_eq!(tensors_in, [1, 15]);
     }
 
     #[test]
@@ -289,8 +353,9 @@ mod tests {
                 }
                 let numbers = if used_inside { bucket.slots.len() } else { 0 };
                 prop_assert!(bucket.used >= end && bucket.count == bucket.used + numbers);
-                let data = bucket.slots.iter().map(|slot| tensors[slot.tensor].count).sum::<usize>();
-                prop_assert!(bucket.slots.len() == 1 || data * bucket.dtype.size() <= rest);
+                let bytes = bucket.slots.iter().map(|slot| tensors[slot.tensor].bytes());
+                let (all, largest) = (bytes.clone().sum::<usize>(), bytes.max().unwrap());
+                prop_assert!(all <= rest || all - largest < sizes.crumb().max(1));
             }
             let mut all = plan.order();
             prop_assert_eq!(Plan::new(&tensors, &all, &late, sizes, grain).unwrap().order().len(), all.len());
