@@ -108,6 +108,7 @@ class Scheduler:
     def reset(self, why: str) -> None: ...  # forgets a round that did not end
     def observed(self) -> tuple[list[int], list[bool]]: ...  # the order of the round under way; which came again
     def hold(self, held: bool) -> None: ...  # whether buckets wait for the end of backward
+    def weigh(self, samples: float) -> None: ...  # how many samples were seen since the last round
     def rebucket(self, order: Sequence[int], late: Sequence[bool], bucket_bytes: int) -> None: ...
     # bytes before and after, bad blocks, relative error of results, seconds of encoding and decoding
     def coded(self) -> tuple[int, int, int, float, float]: ...

@@ -16,7 +16,7 @@ from .asynchronous import AsyncGossip, AsyncModelAverage, AsyncServer
 from .checks import check_flag, check_warmup
 from .errors import InvalidArgument
 from .local import Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized
-from .steps import AllReduce, Gradient, Hierarchical, LowRank, Momentum, Select, Step
+from .steps import AllReduce, Gradient, Hierarchical, LowRank, Momentum, Select, Step, Weigh
 from .syncs import Sync
 
 # Where other packages register algorithms by name.
@@ -39,15 +39,26 @@ class GradientAllReduce(Averaging):
 
     average: False gives the sum instead of the mean.
     hierarchical: see `offbeat.steps.AllReduce`.
+    weighted: ranks count by their samples since the last exchange, so that the mean is one over all samples also where
+        batches differ in size; tell with `saw(len(batch))` of the wrapped optimizer or model before backward. On the
+        CPU.
     """
 
     name: ClassVar[str] = "allreduce"
 
     average: bool = True
     hierarchical: Hierarchical = "auto"
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("weighted", self.weighted)
+        if self.weighted and not self.average:
+            raise InvalidArgument("weighted=True with average=False, a sum that nobody divides; try: average=True")
 
     def steps(self) -> Sequence[Step]:
-        return [AllReduce("mean" if self.average else "sum", hierarchical=self.hierarchical)]
+        exchange = AllReduce("mean" if self.average else "sum", hierarchical=self.hierarchical)
+        return [Weigh(), exchange] if self.weighted else [exchange]
 
 
 @dataclass(frozen=True)

@@ -287,6 +287,13 @@ class BackgroundReplica:
         if self._stands_in:
             self.resume()
 
+    def saw(self, _: float) -> None:
+        """Refused: who is how far is not known here, so each rank counts the same."""
+        raise InvalidArgument(
+            f"each rank counts the same in {self.algorithm.name}, whatever it saw; try: weighted=True of LocalSGD or "
+            "DiLoCo, or a learning rate by rank"
+        )
+
     @property
     def is_held(self) -> bool:
         """Whether the warm-up's exchanges are held; see `Replica`."""

@@ -1,15 +1,15 @@
 """Algorithms that let replicas differ for a while, and exchange weights instead of gradients."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from . import codecs
 from .algorithm import Algorithm
-from .checks import check_warmup
+from .checks import check_flag, check_warmup
 from .errors import InvalidArgument
-from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step
-from .syncs import Sync, check_turns
+from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step, Weigh
+from .syncs import Sync
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,32 @@ class LocalSGD(Algorithm):
 
     every: steps between averages.
     warmup_steps: steps at the beginning in which gradients are averaged instead.
+    weighted: ranks count by the samples that they have seen since the last average, and not each the same; tell with
+        `saw(len(batch))` of the wrapped optimizer or model before each backward. On the CPU.
     """
 
     name: ClassVar[str] = "local_sgd"
 
     every: int = 8
     warmup_steps: int = 0
+    weighted: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_warmup(self.warmup_steps)
-        check_turns(self.every)
+        check_flag("weighted", self.weighted)
+        self.sync()
 
     def warmup(self) -> tuple[int, Sequence[Step]]:
-        return self.warmup_steps, [AllReduce("mean")]
+        return self.warmup_steps, [*self._weighing(), AllReduce("mean")]
 
     def steps(self) -> Sequence[Step]:
         return [HostReduce()]
 
     def sync(self) -> Sync:
-        return Sync([AllReduce("mean")], every=self.every, after=self.warmup_steps)
+        return Sync([*self._weighing(), AllReduce("mean")], every=self.every, after=self.warmup_steps)
+
+    def _weighing(self) -> list[Step]:
+        return [Weigh()] if self.weighted else []
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,7 @@ class DiLoCo(LocalSGD):
     fragments: parts that take turns; `every` is a multiple of it.
     overlap: steps between the beginning of an exchange and its use; under every / fragments.
     warmup_steps: steps at the beginning in which gradients are averaged instead.
+    weighted: as in `LocalSGD`; d is the mean over samples.
     """
 
     name: ClassVar[str] = "diloco"
@@ -78,16 +86,12 @@ class DiLoCo(LocalSGD):
     overlap: int = 0
     warmup_steps: int = 0
 
-    def __post_init__(self) -> None:
-        check_warmup(self.warmup_steps)
-        self.sync()
-
     def sync(self) -> Sync:
         coarse = codecs.name_of(self.codec) in ("int4", "onebit")
         feedback = coarse if self.feedback is None else self.feedback
         exchange = AllReduce("mean", self.codec, feedback=feedback)
         return Sync(
-            [Difference(), exchange, Outer(self.outer_lr, self.outer_momentum)],
+            [Difference(), *self._weighing(), exchange, Outer(self.outer_lr, self.outer_momentum)],
             every=self.every,
             fragments=self.fragments,
             overlap=self.overlap,

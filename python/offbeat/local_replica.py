@@ -101,6 +101,11 @@ class LocalReplica(replica.Replica):
         self.gradients.running().resume(self.weights.step)
         return self._averages or not self.weights.is_warm
 
+    def saw(self, samples: float) -> None:
+        super().saw(samples)
+        if self.weights is not None:
+            self.weights.saw(samples)
+
     def step_begins(self, *_: object) -> None:
         """Before the optimizer's step."""
         if self.weights is not None:

@@ -229,6 +229,10 @@ class Distributed(Joins, torch.optim.Optimizer):
         """Forwards in this context only accumulate: nothing is exchanged in their backward. DDP's meaning exactly."""
         return self._offbeat.replica.no_sync()
 
+    def saw(self, samples: float) -> None:
+        """Says how many samples the next backward is of, where an algorithm is `weighted`: ranks count by these."""
+        self._offbeat.replica.saw(samples)
+
     def _joined(self) -> AnyReplica:
         return self._offbeat.replica
 

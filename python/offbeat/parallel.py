@@ -122,6 +122,10 @@ class DataParallel(Joins, nn.Module):
     def require_backward_grad_sync(self, exchanged: bool) -> None:
         self._awake().is_held = not exchanged
 
+    def saw(self, samples: float) -> None:
+        """Says how many samples the next backward is of, where an algorithm is `weighted`: ranks count by these."""
+        self._awake().saw(samples)
+
     def _joined(self) -> AnyReplica:
         return self._awake()
 

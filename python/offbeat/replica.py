@@ -29,6 +29,7 @@ from .accumulation import Accumulation
 from .algorithm import Algorithm, codecs_of, describe
 from .gradients import Gradients
 from .joining import Rules, Turn, Turns
+from .samples import Samples
 
 
 class Options(TypedDict):
@@ -73,6 +74,7 @@ class Replica:
         # When the forward or backward under way began.
         self._began = 0
         self._accumulation = Accumulation()
+        self._samples = Samples(algorithm)
         self._buffers_due = True
         self._checked = 0
         self._turns = Turns()
@@ -165,6 +167,7 @@ class Replica:
         self.gradients.leave()
         self._named = list(named)
         self._start()
+        self._samples.tell(self.gradients.scheduler)
         if kept:
             self.gradients.go_on(kept)
 
@@ -296,6 +299,7 @@ class Replica:
     def backward_failed(self) -> None:
         """When backward raised. Called while torch cleans up, so the consequences wait until somebody goes on."""
         self._broken = True
+        self._samples.forget(self.gradients.scheduler)
         self.gradients.line.end()
         self.gradients.line.drop()
 
@@ -310,6 +314,7 @@ class Replica:
         if self.gradients.misses_others():
             self._refuse_replaced()
         absent = self.gradients.finish(self._turns.scale)
+        self._samples.forget(self.gradients.scheduler)
         self.step += 1
         if not self._turns.joining:
             self._sweep.round_ended()
@@ -371,6 +376,10 @@ class Replica:
     @is_held.setter
     def is_held(self, held: bool) -> None:
         self._accumulation.is_held = held
+
+    def saw(self, samples: float) -> None:
+        """Counts the samples of what the next exchange is about."""
+        self._samples.saw(samples, self.gradients.scheduler)
 
     def stats(self) -> counters.Model:
         """What the model has done so far."""

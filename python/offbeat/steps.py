@@ -112,6 +112,16 @@ class Outer(Step):
         return "outer", {"lr": float(self.lr), "momentum": float(self.momentum)}
 
 
+@dataclass(frozen=True)
+class Weigh(Step):
+    """What a rank has is multiplied by its share of the samples, ranks · its own / all of them since the last exchange:
+    the mean over ranks that follows is one over samples. How many they are `saw()` of the wrapped optimizer or model
+    says. For gradients and weights before `AllReduce`, and after `Difference` where there is one."""
+
+    def describe(self, _: Sequence[Parameter], /) -> Described:
+        return "weigh", {}
+
+
 PEERS = ("all", "ring", "shift_one", "exponential", "random")
 
 
@@ -331,4 +341,5 @@ __all__ = [
     "Replicas",
     "Select",
     "Step",
+    "Weigh",
 ]

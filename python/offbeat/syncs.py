@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from .checks import is_whole
 from .errors import InvalidArgument
-from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step
+from .steps import AllReduce, Difference, Gossip, HostReduce, Outer, Replicas, Step, Weigh
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Sync:
     @property
     def cuts(self) -> bool:
         """Whether a tensor may be divided between fragments: no step asks what shape it has, or looks at all of it."""
-        return all(isinstance(step, AllReduce | HostReduce | Difference | Outer) for step in self.steps)
+        return all(isinstance(step, AllReduce | HostReduce | Difference | Outer | Weigh) for step in self.steps)
 
     def number(self, step: int) -> int:
         """The number of the exchange that begins when so many steps have been made, among all of them."""

@@ -31,6 +31,8 @@ class Fragment:
         named = list(zip(self.names, self.parameters, strict=True))
         # Parameters as they were when the exchange began, where training goes on meanwhile.
         self.before: list[Tensor] = []
+        # How many samples this rank had seen when its last exchange began.
+        self.seen = 0.0
         described = [step.describe([Parameter(name) for name in self.names]) for step in sync.steps]
         self.of_hosts = keeping.of_hosts(described)
         core, device = runtime.current(), devices.of(named)
@@ -69,8 +71,10 @@ class Fragment:
         slots.fill(self.places, self.parameters)
         self._carriage.begin(self.scheduler)
 
-    def start(self, *, overlapped: bool) -> None:
-        """Begins an exchange. A bucket goes out while the next is copied."""
+    def start(self, samples: float, *, overlapped: bool) -> None:
+        """Begins an exchange, when this rank has seen so many samples. A bucket goes out while the next is copied."""
+        self.scheduler.weigh(samples - self.seen)
+        self.seen = samples
         parameters = self.parameters
         # of the parameters, since a bucket is not this thread's any more when it is on its way
         self.before = [parameter.detach().clone() for parameter in parameters] if overlapped else []
@@ -123,6 +127,8 @@ class Weights:
         self.sync, self.algorithm, self._bucket_bytes = sync, algorithm, bucket_bytes
         # Steps of the optimizer, also those that a GradScaler skipped; exchanges that have been applied.
         self.step = self.syncs = 0
+        # Samples that this rank has seen, where ranks count by them.
+        self.samples = 0.0
         # The fragment whose exchange has begun and is not applied, and whether its result is there.
         self._flying: Fragment | None = None
         self._landed = False
@@ -209,6 +215,13 @@ class Weights:
         if self.sync.ends(self.step) is not None:
             self._apply()
 
+    def saw(self, samples: float) -> None:
+        """So many more samples, of which those of the warm-up count in no exchange of weights."""
+        self.samples += samples
+        if not self.is_warm:
+            for fragment in self.fragments:
+                fragment.seen = self.samples
+
     def _start(self, due: int, *, overlapped: bool) -> None:
         if self.survivors is not None:
             number = self.sync.number(self.step)
@@ -216,7 +229,7 @@ class Weights:
             return
         fragment = self.fragments[due]
         with torch.no_grad():
-            fragment.start(overlapped=overlapped)
+            fragment.start(self.samples, overlapped=overlapped)
         self._flying, self._landed = fragment, False
 
     def _apply(self) -> None:
@@ -293,6 +306,9 @@ class Weights:
             # copies of peers' weights, and a round under way, are not kept
             return state | {"rounds": [self._next], "living": self.survivors.living}
         state["rounds"] = [fragment.scheduler.totals()[0] for fragment in self.fragments]
+        if self.samples:
+            # since the last exchange of each
+            state["samples"] = [self.samples - fragment.seen for fragment in self.fragments]
         kept: keeping.Kept = {}
         for fragment in self.fragments:
             kept |= keeping.save(fragment.scheduler, fragment.names)
@@ -314,6 +330,8 @@ class Weights:
         self._begun = state.get("begun", self.step if "result" in state else None)
         for fragment, rounds in zip(self.fragments, state.get("rounds", ()), strict=False):
             fragment.scheduler.resume(rounds)
+        for fragment, samples in zip(self.fragments, state.get("samples", ()), strict=False):
+            fragment.seen = self.samples - samples
         kept: keeping.Kept = state.get("kept", {})
         taken: keeping.Kept = {}
         for fragment in self.fragments:

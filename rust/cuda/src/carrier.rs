@@ -125,6 +125,11 @@ impl Carrier {
                 let parts = factoring(*rank, *rate, *seed, bucket, tensors)?;
                 Stage::LowRank(LowRank::build(group, &parts, count, dtype)?)
             }
+            Step::Weigh => {
+                let message = "ranks that count by their samples on a GPU, which would wait for the sum of these; try: \
+                               weighted=False, and each rank's loss times ranks · its samples / all samples";
+                return Err(Error::unsupported(message));
+            }
             Step::Apply { function, states } => {
                 let numbers = Bucket { dtype: DType::F32, ..bucket.clone() };
                 let state =

@@ -61,6 +61,7 @@ fn step(name: &str, arguments: &Bound<'_, PyDict>, rank: u32) -> PyResult<Step> 
         }),
         "momentum" => Ok(Step::Momentum { betas: get("betas")?.extract::<Vec<f32>>()?.into() }),
         "gradient" => Ok(Step::Gradient),
+        "weigh" => Ok(Step::Weigh),
         "select" => Ok(Step::Select { ratio: get("ratio")?.extract()?, hierarchical: get("hierarchical")?.extract()? }),
         "low_rank" => Ok(Step::LowRank {
             rank: get("rank")?.extract()?,
@@ -153,6 +154,10 @@ impl Scheduler {
 
     fn hold(&self, held: bool) {
         self.0.hold(held);
+    }
+
+    fn weigh(&self, samples: f64) {
+        self.0.weigh(samples);
     }
 
     fn rebucket(&self, py: Python<'_>, order: Vec<usize>, late: Vec<bool>, bucket_bytes: usize) -> PyResult<()> {

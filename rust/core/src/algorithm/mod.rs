@@ -17,6 +17,7 @@ mod pipeline;
 mod replicas;
 mod select;
 mod step;
+mod weigh;
 
 pub use all_reduce::numbers;
 pub use apply::{Apply, Function, Room};

@@ -13,6 +13,7 @@ use super::outer::{Difference, Outer};
 use super::replicas::Replicas;
 use super::select::Select;
 use super::step::begun;
+use super::weigh::Weigh;
 use super::{Description, Step, What, When};
 use crate::bucket::{Bucket, Tensor};
 use crate::buffer::{Buffer, Shaped};
@@ -36,6 +37,8 @@ pub struct Round<'a> {
     pub after: &'a [Arc<dyn Event>],
     /// Its number.
     pub step: u64,
+    /// How many samples this rank has seen since the last one, for `Weigh`.
+    pub samples: f64,
     /// What is counted.
     pub tally: &'a Arc<Tally>,
     /// Is told from when to when a function of the user's ran.
@@ -77,6 +80,7 @@ enum Kind {
     Fused,
     Select(Select),
     LowRank(LowRank),
+    Weigh(Weigh),
     Apply(Apply),
 }
 
@@ -205,6 +209,7 @@ impl Pipeline {
                 let (stage, memories) = LowRank::build(*rank, *rate, *seed, bucket, tensors)?;
                 (Kind::LowRank(stage), memories)
             }
+            Step::Weigh => (Kind::Weigh(Weigh::build(bucket, tensors)), Vec::new()),
             Step::Apply { function, states } => {
                 let arena = group.mesh().arena();
                 let allocate = |bytes: usize| arena.allocate(bytes.max(1));
@@ -238,6 +243,7 @@ impl Pipeline {
             }
             Kind::Select(step) => step.run(round, &mut memories[0]),
             Kind::LowRank(step) => step.run(round, &mut memories),
+            Kind::Weigh(step) => step.run(round),
             Kind::Apply(step) => step.run(round, &memories),
             Kind::HostReduce => round.call(Call::HostReduce { tensor: round.tensor(), op: Op::Mean }).map(drop),
             Kind::Gossip(graph) => {

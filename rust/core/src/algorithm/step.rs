@@ -78,6 +78,8 @@ pub enum Step {
         /// Whether the ranks of a host sum among themselves first.
         hierarchical: bool,
     },
+    /// What a rank has counts by its share of the samples.
+    Weigh,
     /// A function of the user's.
     Apply {
         /// The function.
@@ -116,6 +118,7 @@ impl Step {
             Step::Gradient => "gradient",
             Step::Select { .. } => "select",
             Step::LowRank { .. } => "low_rank",
+            Step::Weigh => "weigh",
             Step::Apply { .. } => "apply",
         }
     }
@@ -139,7 +142,7 @@ impl Step {
 
     /// Whether numbers beside the tensors are summed with them, and nothing is lost.
     pub(super) fn keeps_sums(&self) -> bool {
-        matches!(self, Step::AllReduce { codec: None, .. } | Step::HostReduce)
+        matches!(self, Step::AllReduce { codec: None, .. } | Step::HostReduce | Step::Weigh)
     }
 
     /// Whether it makes sense for weights only.

@@ -66,6 +66,8 @@ struct State {
     done: Vec<usize>,
     /// Whether buckets wait for the end of backward.
     held: bool,
+    /// How many samples this rank has seen since the last round, where that matters.
+    samples: f64,
     /// Tensors that have no value here in this round, with what steps kept of them before it.
     absent: Vec<(usize, Vec<Saved>)>,
     /// Blocks that were not finite, up to the last round.
@@ -238,6 +240,11 @@ impl Scheduler {
     /// Whether buckets wait for the end of backward, as in the first round.
     pub fn hold(&self, held: bool) {
         self.0.state().held = held;
+    }
+
+    /// How many samples this rank has seen since the last round: by these it counts, where an algorithm weighs.
+    pub fn weigh(&self, samples: f64) {
+        self.0.state().samples = samples;
     }
 
     /// What codecs have done so far.

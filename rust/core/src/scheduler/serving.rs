@@ -68,7 +68,8 @@ impl Shared {
         let (buffer, group) = (built.buffer(bucket), &self.lanes[lane]);
         let ran = |begin, end| self.record(What::Python { bucket: bucket as u32 }, step, begin, end, 0);
         let after = built.streams.as_ref().map_or(Vec::new(), |streams| streams.after(bucket));
-        let round = Round { buffer, group, terms: &terms, after: &after, step, tally: &self.tally, ran: &ran };
+        let (samples, tally) = (self.state().samples, &self.tally);
+        let round = Round { buffer, group, terms: &terms, after: &after, step, samples, tally, ran: &ran };
         let result = guarded(|| built.pipelines[bucket].run(&round));
         let result = result.map(|end| {
             if let (Some(streams), Some(end)) = (&built.streams, end) {
