@@ -74,7 +74,6 @@ class Replica:
         # When the forward or backward under way began.
         self._began = 0
         self._accumulation = Accumulation()
-        self._samples = Samples(algorithm)
         self._buffers_due = True
         self._checked = 0
         self._turns = Turns()
@@ -90,6 +89,8 @@ class Replica:
         self.late: Callable[[], Sequence[tuple[str, Tensor]] | None] | None = None
         try:
             self._start()
+            # here, since only now steps are known to be such
+            self._samples = Samples(algorithm)
             self._watch()
         except BaseException:
             self.remove()
