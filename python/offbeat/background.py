@@ -108,7 +108,8 @@ class BackgroundReplica:
             if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
                 raise Unsupported(f"{name} is {tensor.dtype}, of which there is no mean; try: float32")
         parameters = [tensor for _, tensor in self._named]
-        group = self._group = runtime.current().lanes(flat=False)[0]
+        (group,) = runtime.current().lanes(flat=False, one=True)
+        self._group = group
         agreement.compare_model(group, self.algorithm, self.optimizer, self._named)
         if synchronize:
             tensors = (self.model, agreement.left_out(self.model), self._named)

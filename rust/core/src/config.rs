@@ -28,6 +28,13 @@ impl Default for Tuning {
     }
 }
 
+impl Tuning {
+    /// For the lanes of a model. There other buckets are under way, so delays hide behind each other, and bytes do not.
+    pub fn of_lanes(self) -> Self {
+        Tuning { exchange: self.exchange / 4, ..self }
+    }
+}
+
 /// Everything that an engine is told.
 #[derive(Clone, Debug)]
 pub struct Config {

@@ -12,35 +12,41 @@ use offbeat_transport::shm::team::{self, Team};
 use super::Engine;
 use crate::buffer::{Buffer, Shaped};
 use crate::call::Call;
+use crate::config::Tuning;
 use crate::dtype::DType;
 use crate::group::{Group, Members, Terms, Work};
 use crate::topology::Layout;
 use crate::{Error, Kind, Result};
 
+/// Between hosts so many buckets are under way at once. Two run dry together now and then, when both wait for the last pieces
+/// of others; a fourth takes more of the processors than it gives to the wire.
+const LANES: usize = 3;
+
 impl Engine {
     /// Makes a group. Every rank of the world calls this, members or not, with the same ranks.
     pub fn group(&self, ranks: &[u32], interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
-        self.make_group(ranks, false, &Terms { interrupt, ..Terms::default() })
+        self.make_group(ranks, false, self.config.tuning, &Terms { interrupt, ..Terms::default() })
     }
 
-    /// The lanes for the training of one model: groups of all ranks, two where buckets cross between hosts. Until the
+    /// The lanes for the training of one model: groups of all ranks, [`LANES`] where buckets cross between hosts. Until the
     /// scheduler has seen the first round, calls have the time of a first step: ranks may still load and compile. In flat
     /// ones every rank counts as a host of its own.
     pub fn lanes(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Vec<Group>> {
         let several_hosts = self.world.hosts() > 1;
-        (0..if several_hosts { 2 } else { 1 }).map(|_| self.lane(flat, interrupt)).collect()
+        (0..if several_hosts { LANES } else { 1 }).map(|_| self.lane(flat, interrupt)).collect()
     }
 
     /// One of these: a device keeps the wire busy by itself.
     pub fn lane(&self, flat: bool, interrupt: Option<&Interrupt<'_>>) -> Result<Group> {
         let ranks: Vec<u32> = (0..self.world_size()).collect();
         let limit = self.config.first_step_timeout;
-        let group = self.make_group(&ranks, flat, &Terms { interrupt, limit: Some(limit), purpose: None })?;
+        let terms = Terms { interrupt, limit: Some(limit), purpose: None };
+        let group = self.make_group(&ranks, flat, self.config.tuning.of_lanes(), &terms)?;
         group.set_limit(limit);
         Ok(group)
     }
 
-    fn make_group(&self, ranks: &[u32], flat: bool, terms: &Terms<'_>) -> Result<Group> {
+    fn make_group(&self, ranks: &[u32], flat: bool, tuning: Tuning, terms: &Terms<'_>) -> Result<Group> {
         let mut ranks = ranks.to_vec();
         ranks.sort_unstable();
         if ranks.is_empty()
@@ -85,7 +91,7 @@ impl Engine {
         *next += 1;
         let team = make_team(&self.mesh, &layout, &ranks, &controls)?;
         let members = Members { ranks, layout, team, control };
-        let group = Group::new(Arc::clone(&self.mesh), id, members, self.config.timeout, self.config.tuning);
+        let group = Group::new(Arc::clone(&self.mesh), id, members, self.config.timeout, tuning);
         self.groups.lock().unwrap_or_else(PoisonError::into_inner).insert(id, group.clone());
         Ok(group)
     }

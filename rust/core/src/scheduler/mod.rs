@@ -6,8 +6,8 @@
 //! communication     ─▶ next ─▶ Pipeline::run ─▶ next …              holds no lock while a bucket is under way
 //! end of backward   ─▶ missing, mark_absent ─▶ finish               waits for the round, gives its error
 //! ```
-//! Between hosts two threads take buckets in turn, each in a group of its own: while the last pieces of one bucket are summed
-//! and sent back, the wire carries the next.
+//! Between hosts several threads take buckets in turn, each in a group of its own: while the last pieces of one bucket are
+//! summed and sent back, the wire carries the next ones.
 //!
 //! In the first round nothing goes out before the end of backward: the order in which gradients become ready is observed,
 //! and [`Scheduler::rebucket`] makes the final buckets of it.
