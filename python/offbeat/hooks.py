@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from .accumulation import Said
 from .errors import InvalidArgument, Unsupported
 from .slots import Slot, move
 
@@ -29,8 +30,9 @@ class Listener(Protocol):
     """Who is told."""
 
     def forward_begins(self) -> None: ...
-    def forward_ended(self) -> bool: ...  # whether it was held by no_sync()
-    def backward_begins(self, held: bool | None) -> None: ...  # sets `Line.exchanging` and `Line.announcing`
+    def forward_ended(self) -> Said: ...
+    def backward_begins(self, said: Said | None) -> None: ...  # sets `Line.exchanging` and `Line.announcing`
+    def backward_goes_on(self, said: Said) -> None: ...  # where neither is set; may do it yet
     def gradients_begin(self) -> None: ...  # where `Line.announcing` is set
     def backward_ended(self) -> None: ...
     def backward_failed(self) -> None: ...
@@ -74,11 +76,16 @@ class Line:
         self.exchanging = self.announcing = False
         self.drop()
 
-    def begin(self, held: bool | None = None) -> None:
-        """At the first gradient of a backward. `held` is what the forward said whose output it is, if that is known."""
+    def begin(self, said: Said | None = None) -> None:
+        """At the first gradient of a backward, and at that of each output. `said` is by the forward whose output it is,
+        if that is known."""
         listener = self._listener()
-        if self.exchanging is None and listener is not None:
-            listener.backward_begins(held)
+        if listener is None:
+            return
+        if self.exchanging is None:
+            listener.backward_begins(said)
+        elif said is not None and not (self.exchanging or self.announcing):
+            listener.backward_goes_on(said)
 
     def begin_exchange(self) -> bool:
         """At the gradient of a parameter, where none is exchanged yet: whether this one is."""
@@ -255,12 +262,13 @@ class After(ForwardHook):
         begins = functools.partial(self.begins, self.listener.forward_ended())
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                # not on a parameter or an input that was passed on: that outlives the graph, and so would the hook
+                if tensor.grad_fn is not None:
                     tensor.register_hook(begins)  # type: ignore[no-untyped-call]
 
-    def begins(self, held: bool, _: Tensor) -> None:
+    def begins(self, said: Said, _: Tensor) -> None:
         """Before the first gradient."""
-        self.line.begin(held)
+        self.line.begin(said)
 
 
 class FirstTraining(Hook, Generic[M]):
