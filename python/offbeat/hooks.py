@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import warnings
@@ -317,18 +318,28 @@ def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in what a forward returned: a tensor, or a nest of lists, tuples, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-    elif hasattr(value, "__dataclass_fields__"):
-        for part in vars(value).values():
-            yield from tensors_in(part)
+    """The tensors in what a forward returned, once each: a tensor, or a nest of lists, tuples, dicts, dataclasses."""
+    waiting, seen = [value], dict[int, object]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:  # a container may be in itself
+            continue
+        seen[id(part)] = part
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            waiting += parts_of(part)
+
+
+def parts_of(value: object) -> Iterable[object]:
+    """What is in a container, nothing in anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
 
 
 def before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
