@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from . import algorithms, runtime, settings
+from . import algorithms, keeping, runtime, settings
 from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
 from .errors import InvalidArgument
@@ -149,7 +149,9 @@ def name_parameters(
 
 def pairs(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """What was given as `named_parameters`, if it is what it should be."""
-    listed: list[Any] = list(named.items() if isinstance(named, dict) else named)
+    given: object = named.items() if isinstance(named, dict) else named
+    # what is no list at all is told like a list of it
+    listed: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for each in listed:
         if not (
             isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], Tensor)
@@ -267,9 +269,9 @@ class Distributed(Joins, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ours = state_dict.get("offbeat")
+        ours = keeping.readable(state_dict.get("offbeat"))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "offbeat"})
-        self._offbeat.replica.load_state_dict(ours or {})
+        self._offbeat.replica.load_state_dict(ours)
 
     def __reduce__(self) -> Any:  # noqa: ANN401
         raise InvalidArgument("a wrapped optimizer cannot be pickled or copied; try: state_dict(), or remove() first")

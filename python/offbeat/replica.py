@@ -411,7 +411,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state of the algorithm, by names of parameters."""
-        state: dict[str, Any] = {"version": 1, "step": self.step}
+        state: dict[str, Any] = {"version": keeping.VERSION, "step": self.step}
         state |= self._author._asdict() | self.gradients.state_dict()
         if self.takeover is not None:
             state["frozen"] = self.takeover.state_dict(dict(self.gradients.named))
