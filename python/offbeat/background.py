@@ -21,6 +21,7 @@ from . import (
     counters,
     devices,
     hooks,
+    keeping,
     owners,
     replica,
     resuming,
@@ -389,7 +390,7 @@ class BackgroundReplica:
         parameters then; what could not be ended is a part of the state. Nobody else has to save at the same time."""
         self.drain()
         state: dict[str, Any] = {
-            "version": 1,
+            "version": keeping.VERSION,
             "algorithm": self.algorithm.name,
             "world_size": self.world,
             "rank": runtime.rank(),

@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import threading
 import warnings
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from .accumulation import Said
 from .errors import InvalidArgument, Unsupported
 from .slots import Slot, move
 
@@ -29,8 +31,9 @@ class Listener(Protocol):
     """Who is told."""
 
     def forward_begins(self) -> None: ...
-    def forward_ended(self) -> bool: ...  # whether it was held by no_sync()
-    def backward_begins(self, held: bool | None) -> None: ...  # sets `Line.exchanging` and `Line.announcing`
+    def forward_ended(self) -> Said: ...
+    def backward_begins(self, said: Said | None) -> None: ...  # sets `Line.exchanging` and `Line.announcing`
+    def backward_goes_on(self, said: Said) -> None: ...  # where neither is set; may do it yet
     def gradients_begin(self) -> None: ...  # where `Line.announcing` is set
     def backward_ended(self) -> None: ...
     def backward_failed(self) -> None: ...
@@ -74,11 +77,16 @@ class Line:
         self.exchanging = self.announcing = False
         self.drop()
 
-    def begin(self, held: bool | None = None) -> None:
-        """At the first gradient of a backward. `held` is what the forward said whose output it is, if that is known."""
+    def begin(self, said: Said | None = None) -> None:
+        """At the first gradient of a backward, and at that of each output. `said` is by the forward whose output it is,
+        if that is known."""
         listener = self._listener()
-        if self.exchanging is None and listener is not None:
-            listener.backward_begins(held)
+        if listener is None:
+            return
+        if self.exchanging is None:
+            listener.backward_begins(said)
+        elif said is not None and not (self.exchanging or self.announcing):
+            listener.backward_goes_on(said)
 
     def begin_exchange(self) -> bool:
         """At the gradient of a parameter, where none is exchanged yet: whether this one is."""
@@ -255,12 +263,13 @@ class After(ForwardHook):
         begins = functools.partial(self.begins, self.listener.forward_ended())
         if torch.is_grad_enabled():
             for tensor in tensors_in(output):
-                if tensor.requires_grad:
+                # not on a parameter or an input that was passed on: that outlives the graph, and so would the hook
+                if tensor.grad_fn is not None:
                     tensor.register_hook(begins)  # type: ignore[no-untyped-call]
 
-    def begins(self, held: bool, _: Tensor) -> None:
+    def begins(self, said: Said, _: Tensor) -> None:
         """Before the first gradient."""
-        self.line.begin(held)
+        self.line.begin(said)
 
 
 class FirstTraining(Hook, Generic[M]):
@@ -309,18 +318,28 @@ def watch_model(model: nn.Module, listener: Listener, line: Line) -> Callable[[]
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
-    """The tensors in what a forward returned: a tensor, or a nest of lists, tuples, dicts and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from tensors_in(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from tensors_in(part)
-    elif hasattr(value, "__dataclass_fields__"):
-        for part in vars(value).values():
-            yield from tensors_in(part)
+    """The tensors in what a forward returned, once each: a tensor, or a nest of lists, tuples, dicts, dataclasses."""
+    waiting, seen = [value], dict[int, object]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:  # a container may be in itself
+            continue
+        seen[id(part)] = part
+        if isinstance(part, Tensor):
+            yield part
+        else:
+            waiting += parts_of(part)
+
+
+def parts_of(value: object) -> Iterable[object]:
+    """What is in a container, nothing in anything else."""
+    if isinstance(value, dict):
+        return value.values()
+    if isinstance(value, list | tuple):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    return ()
 
 
 def before_step(optimizer: torch.optim.Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:

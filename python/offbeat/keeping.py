@@ -13,10 +13,32 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from . import _core, agreement
+from .errors import InvalidArgument
 from .steps import Described
+
+# Of what `state_dict` gives: another one is saved when what is there means something else.
+VERSION = 1
 
 # Parameter, then the number of the step and what the step calls it.
 Kept = dict[str, dict[str, Tensor]]
+
+
+def readable(state: object) -> dict[str, Any]:
+    """What a checkpoint has of ours, if this version can read it. A plain optimizer's has nothing."""
+    if state is None:
+        return {}
+    if not isinstance(state, dict):
+        raise InvalidArgument(
+            f'the state under "offbeat" must be a dict, not {type(state).__name__}; try: what state_dict() gave, or '
+            'leave "offbeat" out, and what the algorithm keeps begins anew'
+        )
+    if (version := state.get("version", VERSION)) != VERSION:
+        raise InvalidArgument(
+            f'the state under "offbeat" has version {version!r}, and this Offbeat ({_core.__version__}) reads '
+            f'{VERSION}; try: the Offbeat that saved it, or leave "offbeat" out, and what the algorithm keeps begins '
+            "anew"
+        )
+    return state
 
 
 class Author(NamedTuple):

@@ -1,16 +1,18 @@
 """`DistributedOptimizer`: your own optimizer object, trained on all ranks."""
 
 import functools
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from . import algorithms, runtime, settings
+from . import algorithms, keeping, runtime, settings
 from .agreement import left_out, without_wrappers
 from .background import BackgroundReplica
 from .errors import InvalidArgument
@@ -147,7 +149,9 @@ def name_parameters(
 
 def pairs(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
     """What was given as `named_parameters`, if it is what it should be."""
-    listed: list[Any] = list(named.items() if isinstance(named, dict) else named)
+    given: object = named.items() if isinstance(named, dict) else named
+    # what is no list at all is told like a list of it
+    listed: list[Any] = list(given) if isinstance(given, Iterable) else [given]
     for each in listed:
         if not (
             isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) and isinstance(each[1], Tensor)
@@ -195,22 +199,24 @@ class Wrapping:
         # Whether it is a `DataParallel`'s: all of the model's parameters are exchanged, also those that this optimizer
         # does not step, and only that wrapper gives them back.
         self.is_whole = is_whole
-        # How many parameters the optimizer had when it was last looked at.
-        self._count = self._counted()
+        # The parameters that the optimizer had when it was last looked at.
+        self._known = self._owned()
         # The `step` that a scheduler had put on the object, where ours has taken its place.
         self.patched: object = None
 
     def late(self) -> list[tuple[str, Tensor]] | None:
-        """All parameters, if a group has more of them than it had: not every script calls `add_param_group`."""
-        optimizer, count = self.replica.optimizer, self._counted()
-        if optimizer is None or count == self._count:
+        """All parameters, if groups have others than they had: not every script calls `add_param_group`."""
+        optimizer, owned, known = self.replica.optimizer, self._owned(), self._known
+        # asked before each forward, so by functions that are no Python; a tensor's == is something else
+        if optimizer is None or (len(owned) == len(known) and all(map(operator.is_, owned, known))):
             return None
-        self._count = count
-        return name_late(optimizer, self)
+        named = name_late(optimizer, self)
+        self._known = owned
+        return named
 
-    def _counted(self) -> int:
-        optimizer = self.replica.optimizer
-        return 0 if optimizer is None else sum(len(group["params"]) for group in optimizer.param_groups)
+    def _owned(self) -> list[Tensor]:
+        groups = [] if self.replica.optimizer is None else self.replica.optimizer.param_groups
+        return list(chain.from_iterable(group["params"] for group in groups))
 
     @property
     def base(self) -> "type[Distributed]":
@@ -263,9 +269,9 @@ class Distributed(Joins, torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        ours = state_dict.get("offbeat")
+        ours = keeping.readable(state_dict.get("offbeat"))
         super().load_state_dict({key: value for key, value in state_dict.items() if key != "offbeat"})
-        self._offbeat.replica.load_state_dict(ours or {})
+        self._offbeat.replica.load_state_dict(ours)
 
     def __reduce__(self) -> Any:  # noqa: ANN401
         raise InvalidArgument("a wrapped optimizer cannot be pickled or copied; try: state_dict(), or remove() first")

@@ -25,7 +25,7 @@ from . import (
     trace,
     views,
 )
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Said
 from .algorithm import Algorithm, codecs_of, describe
 from .gradients import Gradients
 from .joining import Rules, Turn, Turns
@@ -223,12 +223,10 @@ class Replica:
     def _before_forward(self) -> None:
         """Before a forward in training. For replicas that do more than gradients."""
 
-    def forward_ended(self) -> bool:
+    def forward_ended(self) -> Said:
         """After the model's forward: whether no_sync() holds what it computed."""
         self._record("forward")
-        if self._trains():
-            self._accumulation.forward_ended()
-        return self._accumulation.is_held
+        return self._accumulation.forward_ended(in_training=self._trains())
 
     def _record(self, kind: str) -> None:
         """Adds a span of the compute track to the trace: from when it began until now."""
@@ -236,18 +234,27 @@ class Replica:
             runtime.current().mark(kind, self.number, self.step, self._began, _core.now())
             self._began = 0
 
-    def backward_begins(self, held: bool | None) -> None:
-        """At the first gradient, or before. `held` is what the forward said whose output came first, if it is known."""
-        line = self.gradients.line
+    def backward_begins(self, said: Said | None) -> None:
+        """At the first gradient, or before. `said` is by the forward whose output came first, if it is known."""
         if not self.is_running:
-            line.exchanging = False
+            self.gradients.line.exchanging = False
             return
         self._mend()
-        exchanges = self._accumulation.asks_for_exchange(held) and self._exchanges_gradients()
-        line.announcing = exchanges and self._turns.joining
-        line.exchanging = exchanges and not self._turns.joining
+        self._decide(asked=self._accumulation.asks_for_exchange(said))
         hooks.at_end_of_backward(self)
         self._began = _core.now()
+
+    def backward_goes_on(self, said: Said) -> None:
+        """At the first gradient of another output, where none are exchanged so far: those that have come already
+        are sent when backward is over, as after no_sync()."""
+        if self.is_running:
+            self._decide(asked=self._accumulation.asks_later(said))
+
+    def _decide(self, *, asked: bool) -> None:
+        """Says whether gradients of the backward under way are exchanged."""
+        line, exchanges = self.gradients.line, asked and self._exchanges_gradients()
+        line.announcing = exchanges and self._turns.joining
+        line.exchanging = exchanges and not self._turns.joining
 
     def gradients_begin(self) -> None:
         """At the first gradient of a parameter, in `join()`: a backward to inputs only is no turn."""
@@ -405,7 +412,7 @@ class Replica:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state of the algorithm, by names of parameters."""
-        state: dict[str, Any] = {"version": 1, "step": self.step}
+        state: dict[str, Any] = {"version": keeping.VERSION, "step": self.step}
         state |= self._author._asdict() | self.gradients.state_dict()
         if self.takeover is not None:
             state["frozen"] = self.takeover.state_dict(dict(self.gradients.named))

@@ -36,7 +36,14 @@ def seconds(name: str, value: float) -> float:
     return float(given)
 
 
-def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: int) -> int | None:
+def whole(
+    name: str,
+    value: int | None,
+    *,
+    variables: tuple[str, ...],
+    least: int,
+    advice: str = "check how the job was started",
+) -> int | None:
     """A whole number of at least `least`, or None where neither the call nor one of the variables says it."""
     if value is not None:
         try:
@@ -55,7 +62,7 @@ def whole(name: str, value: int | None, *, variables: tuple[str, ...], least: in
                 f"{source}={os.environ[source]!r} is not a whole number; try: set it to one, or unset it"
             ) from None
     if number < least:
-        raise InvalidArgument(f"{source} is {number}, but must be at least {least}; try: check how the job was started")
+        raise InvalidArgument(f"{source} is {number}, but must be at least {least}; try: {advice}")
     return number
 
 
@@ -71,7 +78,8 @@ def bucket_bytes(value: object, profiled: int | None = None) -> int | Literal["a
     if value is None:
         if os.environ.get("OFFBEAT_BUCKET_BYTES", "").strip().lower() == "auto":
             return "auto"
-        given = whole("bucket_bytes", None, variables=("OFFBEAT_BUCKET_BYTES",), least=1)
+        advice = f"OFFBEAT_BUCKET_BYTES={BUCKET_BYTES}, or unset it"
+        given = whole("bucket_bytes", None, variables=("OFFBEAT_BUCKET_BYTES",), least=1, advice=advice)
         return min(given or profiled or BUCKET_BYTES, MOST_BUCKET_BYTES)
     if value == "auto":
         return "auto"

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 from . import _core, files, runtime
+from .errors import InvalidArgument
 from .timeline import Recording, Span
 
 __all__ = ["clear", "save"]
@@ -26,12 +27,17 @@ def save(path: str | os.PathLike[str]) -> Path:
         path: a file, where "{rank}" stands for the number of this rank, or a directory, where the file becomes
             rank<number>.json. Compressed if the name ends in .gz.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidArgument(f'path must be the name of a file, not {path!r}; try: "trace-{{rank}}.json"')
     recording = record()
     target = files.for_rank(path, recording.rank)
-    if target.is_dir() or os.fspath(path).endswith(os.sep):
-        target /= f"rank{recording.rank}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(target, json.dumps(recording.document(), separators=(",", ":")))
+    try:
+        if target.is_dir() or os.fspath(path).endswith(os.sep):
+            target /= f"rank{recording.rank}.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        files.replace(target, json.dumps(recording.document(), separators=(",", ":")))
+    except OSError as error:
+        raise InvalidArgument(f"cannot write {target}: {error.strerror or error}; try: give another path") from None
     return target
 
 

@@ -56,11 +56,16 @@ class Uncaught:
         self._before_in_threads(args)
 
     def _say(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if self._tell is not None:
-            self._has_told = True
+        tell = self._tell
+        if tell is None:
+            return
+        # twice, because a signal may come meanwhile whose handler raises, as that of torch's DataLoader does
+        for _ in range(2):
             # whatever goes wrong here must not hide the user's own exception
             with contextlib.suppress(Exception):
-                self._tell(quote(kind, error, trace))
+                tell(quote(kind, error, trace))
+                self._has_told = True
+                return
 
 
 def is_interactive() -> bool:
@@ -71,8 +76,8 @@ def is_interactive() -> bool:
 def quote(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
     """An exception in one line: what it says, and where it was raised."""
     text = "".join(traceback.format_exception_only(kind, error)).strip()
-    frames = traceback.extract_tb(trace)
-    if not frames:
-        return text
-    last = frames[-1]
-    return f"{text} ({last.filename}:{last.lineno} in {last.name}: {last.line})"
+    if frames := traceback.extract_tb(trace):
+        last = frames[-1]
+        text += f" ({last.filename}:{last.lineno} in {last.name}: {last.line})"
+    # names of files that are no UTF-8 have characters that cannot be sent
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -176,6 +176,51 @@ def test_an_uncaught_exception_is_quoted_whoever_else_has_hooks(ranks, how):
     assert shown == 1, job.report()
 
 
+@pytest.mark.parametrize("how", ["a signal whose handler raises", "half a character"])
+def test_an_uncaught_exception_is_quoted_whatever_comes_between(ranks, how):
+    """As when torch's DataLoader says that a worker is gone, and when a file's name is no UTF-8."""
+
+    def script():
+        import os
+        import signal
+        import sys
+
+        import torch
+        from support import report
+
+        import offbeat
+
+        class Source:
+            """Is asked for the line that raised while the exception is quoted."""
+
+            def get_source(self, name):
+                os.kill(os.getpid(), signal.SIGALRM)
+                return "raise ValueError('no more data')"
+
+        def gone(*_):
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            raise RuntimeError("a worker is gone")
+
+        offbeat.init(timeout=20.0)
+        if offbeat.rank() == 1:
+            if sys.argv[1] == "half a character":
+                raise ValueError("no more data in caf\udce9.csv")
+            signal.signal(signal.SIGALRM, gone)
+            exec(
+                compile("raise ValueError('no more data')", "nowhere", "exec"),
+                {"__loader__": Source(), "__name__": "nowhere"},
+            )
+        report(offbeat.all_reduce, torch.ones(1))
+
+    job = ranks(script, 2, args=[how], check=False)
+    assert [rank.code for rank in job.ranks] == [0, 1], job.report()
+    (error,) = told(job.ranks[0])
+    assert error["kind"] == "PeerFailed", error
+    assert "ValueError: no more data" in error["cause"]
+    assert "caf\\udce9.csv" in error["cause"] or how != "half a character"
+    assert "ValueError: no more data" in job.ranks[1].err
+
+
 def test_an_exception_that_was_looked_at_ends_no_rank(ranks):
     """As test runners and consoles do: it is the last one, and the process ends in good order after it."""
 

@@ -139,3 +139,23 @@ def test_neighbours_have_no_frames_to_show(ranks, capsys):
     paths = [str(job.directory / "traces" / f"rank{rank}.json") for rank in range(2)]
     assert main(["trace", "merge", *paths, "-o", str(job.directory / "merged.json")]) == 0
     assert "no link carried 1 MB" in capsys.readouterr().out
+
+
+def test_where_a_trace_cannot_be_written(ranks):
+    def script():
+        from pathlib import Path
+
+        from support import fails
+
+        import offbeat
+        from offbeat.errors import InvalidArgument
+
+        offbeat.init()
+        Path("file").touch()
+        fails(InvalidArgument, "not 3|try:", offbeat.trace.save, 3)
+        for path in ("file/", "file/trace.json", "file/deeper/trace.json"):
+            fails(InvalidArgument, "cannot write file|try:", offbeat.trace.save, path)
+        assert [path.name for path in Path().glob("*file*")] == ["file"]
+        offbeat.shutdown()
+
+    ranks(script, 1)

@@ -247,3 +247,136 @@ def test_unusual_orders_of_forward_and_backward(ranks):
         offbeat.shutdown()
 
     ranks(script, 2)
+
+
+def test_backwards_through_several_forwards_as_in_ddp(ranks):
+    """One backward goes through a forward inside of no_sync() and one outside, in either order, also in evaluation."""
+
+    def script():
+        import contextlib
+        import itertools
+
+        import torch.distributed as dist
+        from support import bits, loss_of, make_batch, make_model, make_optimizer, same_everywhere, tell
+        from torch.nn.parallel import DistributedDataParallel
+
+        import offbeat
+
+        dist.init_process_group("gloo")
+        offbeat.init(timeout=20.0)
+        me = offbeat.rank()
+
+        def gradients(wrapped, contexts, held_first):
+            found = []
+            for step in range(3):
+                losses = []
+                for inside in (held_first, not held_first):
+                    with contexts() if inside else contextlib.nullcontext():
+                        losses.append(loss_of(wrapped, make_batch("mlp", me, 10 * step + inside)))
+                wrapped.zero_grad()
+                # a kept graph has had its exchange when it is gone through again
+                sum(losses).backward(retain_graph=True)
+                assert same_everywhere(*(p.grad for p in wrapped.parameters())), step
+                found.append([bits(p.grad) for p in wrapped.parameters()])
+                with contexts():
+                    last = loss_of(wrapped, make_batch("mlp", me, 10 * step + 2))
+                wrapped.zero_grad()
+                (last + sum(losses)).backward()
+                found.append([bits(p.grad) for p in wrapped.parameters()])
+                assert not same_everywhere(*(p.grad for p in wrapped.parameters())), step
+            return found
+
+        for training, held_first in itertools.product((True, False), repeat=2):
+            ddp = DistributedDataParallel(make_model("mlp")).train(training)
+            model = make_model("mlp").train(training)
+            optimizer = offbeat.DistributedOptimizer(make_optimizer("sgd", model), model, bucket_bytes=300)
+            want = gradients(ddp, ddp.no_sync, held_first)
+            assert gradients(model, optimizer.no_sync, held_first) == want, (training, held_first)
+            tell(training=training, held_first=held_first)
+
+            # a forward in evaluation that no backward follows says nothing, also where only one rank makes it
+            model.train()
+            kept = None
+            for _ in range(2):
+                if me == 0:
+                    kept = loss_of(model.eval(), make_batch("mlp", me, 50))
+                    model.train()
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    loss_of(model, make_batch("mlp", me, 51)).backward()
+                assert not same_everywhere(*(p.grad for p in model.parameters()))
+                loss_of(model, make_batch("mlp", me, 52)).backward()
+                assert same_everywhere(*(p.grad for p in model.parameters()))
+            del kept
+        offbeat.shutdown()
+        dist.destroy_process_group()
+
+    job = ranks(script, 2)
+    assert job.ranks[0].out.count("\n") == 4
+
+
+def test_outputs_that_are_parameters_or_inputs(ranks):
+    """What a forward passes on outlives its graph: it holds back and exchanges as DDP does, and keeps no hooks."""
+
+    def script():
+        import copy
+        import gc
+        import weakref
+
+        import torch
+        import torch.distributed as dist
+        from support import bits, tell
+        from torch import nn
+        from torch.nn.parallel import DistributedDataParallel
+
+        import offbeat
+
+        dist.init_process_group("gloo")
+        offbeat.init(timeout=20.0)
+
+        class Passes(nn.Module):
+            def __init__(self, what):
+                super().__init__()
+                torch.manual_seed(0)
+                self.what, self.layer, self.scale = what, nn.Linear(8, 1), nn.Parameter(torch.ones(1))
+
+            def forward(self, x):
+                outputs = {
+                    "parameter": lambda: (self.layer(x), self.scale),
+                    "input": lambda: (self.layer(x) * self.scale, x),
+                    "parameters only": lambda: (self.layer.weight, self.layer.bias, self.scale),
+                }
+                return outputs[self.what]()
+
+        def gradients(wrapped, contexts, inputs):
+            found = []
+            for step, held in enumerate((False, False, True, False, True, True, False)):
+                wrapped.zero_grad()
+                x = inputs[step % 2]
+                with contexts() if held else torch.enable_grad():
+                    loss = sum(output.square().sum() * (1 + offbeat.rank()) for output in wrapped(x))
+                    loss.backward()
+                found.append([bits(p.grad) for p in wrapped.parameters()])
+            return found
+
+        for what in ("parameter", "input", "parameters only"):
+            for training in (True, False):
+                plain = Passes(what).train(training)
+                inputs = [torch.full((2, 8), 1.0 + offbeat.rank() + step, requires_grad=True) for step in range(2)]
+                ddp = DistributedDataParallel(copy.deepcopy(plain))
+                want = gradients(ddp, ddp.no_sync, inputs)
+                model = copy.deepcopy(plain)
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                offbeat.DistributedOptimizer(optimizer, model, bucket_bytes=16)
+                assert gradients(model, optimizer.no_sync, inputs) == want, (what, training)
+                replica = weakref.ref(optimizer._offbeat.replica)
+                optimizer.remove()
+                assert not any(tensor._backward_hooks for tensor in (*model.parameters(), *inputs))
+                gc.collect()
+                assert replica() is None
+                tell(what=what)
+        offbeat.shutdown()
+        dist.destroy_process_group()
+
+    job = ranks(script, 2)
+    assert job.ranks[0].out.count("\n") == 6

@@ -64,6 +64,54 @@ def test_parameters_that_come_late_are_trained_by_all(ranks, world):
     ranks(script, world)
 
 
+def test_parameters_that_take_the_place_of_others_are_averaged(ranks):
+    """As where layers are thawed by turns: there are as many, but others."""
+
+    def script():
+        import itertools
+
+        import torch
+        from support import same_everywhere
+        from torch import nn
+
+        import offbeat
+        from offbeat.algorithms import LocalSGD
+
+        offbeat.init(timeout=20.0)
+
+        def groups(optimizer, parameters):
+            optimizer.param_groups.clear()
+            optimizer.add_param_group({"params": parameters})
+
+        def assigned(optimizer, parameters):
+            optimizer.param_groups[0]["params"] = parameters
+
+        def in_place(optimizer, parameters):
+            optimizer.param_groups[0]["params"][:] = parameters
+
+        for way, algorithm in itertools.product((groups, assigned, in_place), ("allreduce", "powersgd", LocalSGD(2))):
+            torch.manual_seed(0)
+            model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+            optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+            offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            for turn in range(4):
+                torch.manual_seed(10 * turn + offbeat.rank())
+                before = [parameter.detach().clone() for parameter in model[turn % 3].parameters()]
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    model(torch.randn(2, 4)).square().mean().backward()
+                    if algorithm == "allreduce":
+                        assert same_everywhere(*(p.grad for p in model[turn % 3].parameters())), (way, turn)
+                    optimizer.step()
+                assert same_everywhere(*model.parameters()), (way.__name__, algorithm, turn)
+                assert not any(map(torch.equal, before, model[turn % 3].parameters()))
+                way(optimizer, list(model[(turn + 1) % 3].parameters()))
+            optimizer.remove()
+        offbeat.shutdown()
+
+    ranks(script, 2)
+
+
 def test_groups_that_differ_are_shown(ranks):
     """Settings and state are handed over by groups and places in them, so these must be alike."""
 

@@ -42,6 +42,21 @@ def habits():
             y = super().forward(x)
             return Output(y, {"list": [y * 2, None, "word"]})
 
+    @dataclasses.dataclass(slots=True)
+    class Compact:
+        logits: torch.Tensor
+        others: list
+        missing: object = dataclasses.field(init=False)
+
+    class Looped(Plain):
+        """Its outputs hold themselves, and what is no output at all."""
+
+        def forward(self, x):
+            y = super().forward(x)
+            output = Compact(y, [Compact, {"twice": [y, y]}])
+            output.others.append(output)
+            return output
+
     Pair = collections.namedtuple("Pair", "first second")  # noqa: PYI024
 
     class Opaque:
@@ -120,6 +135,10 @@ def habits():
     def nested(model, _):
         output = model(data())
         (output.logits.sum() + output.others["list"][0].square().sum()).backward()
+
+    def looped(model, _):
+        output = model(data())
+        (output.logits.sum() + output.others[2].others[1]["twice"][0].square().sum()).backward()
 
     def hidden(model, _):
         model(data()).second.y.square().sum().backward()
@@ -224,6 +243,7 @@ def habits():
         (Plain, failing),
         (Keywords, keywords),
         (Nested, nested),
+        (Looped, looped),
         (Hidden, hidden),
         (Silent, silent),
         (Twice, simple),

@@ -177,7 +177,7 @@ def test_arguments_that_make_no_sense(ranks):
             wrong(f"bucket_bytes={size!r}|positive|try: bucket_bytes=", bucket_bytes=size)
         for every in (0, -1, 2.5, "often", True):
             wrong(f"check_every={every!r}|try: check_every=", check_every=every)
-        for named in ([1, 2], model.parameters(), [("name", 3)]):
+        for named in (3, [1, 2], model.parameters(), [("name", 3)]):
             words = "named_parameters= must be pairs|model.named_parameters()"
             messages.append(
                 str(

@@ -71,9 +71,10 @@ def test_a_checkpoint_loads_into_plain_torch_and_back(ranks):
         import io
 
         import torch
-        from support import digest, make_model, make_optimizer, simulate, train
+        from support import digest, fails, make_model, make_optimizer, simulate, train
 
         import offbeat
+        from offbeat.errors import InvalidArgument
 
         offbeat.init()
         for choice in ("sgd", "adamw"):
@@ -104,6 +105,16 @@ def test_a_checkpoint_loads_into_plain_torch_and_back(ranks):
             resumed.load_state_dict(saved)
             train(other, resumed, "cnn", range(8, 11))
             assert digest(other, buffers=False) == digest(model, buffers=False)
+
+            # what cannot be read is refused whole
+            saved["param_groups"][0]["lr"] = 5.0
+            for ours, words in (
+                (3, "must be a dict, not int"),
+                ({"version": 99, "step": 70}, "has version 99|reads 1"),
+            ):
+                fails(InvalidArgument, f'try:|"offbeat"|{words}', resumed.load_state_dict, saved | {"offbeat": ours})
+                assert resumed.state_dict()["offbeat"]["step"] == 11 - 8
+                assert resumed.param_groups[0]["lr"] < 5.0
         offbeat.shutdown()
 
     ranks(script, 2)
