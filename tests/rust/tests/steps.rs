@@ -449,7 +449,10 @@ fn wrong_steps_do_not_start() {
             (vec![Step::LowRank { rank: 0, rate: 2.0, seed: 0, hierarchical: true }], "rank 0"),
             (vec![Step::LowRank { rank: 1, rate: -1.0, seed: 0, hierarchical: true }], "rate of compression"),
             (vec![Step::Momentum { betas: vec![1.0; SHAPES.len()].into() }], "beta 1"),
-            (vec![all_reduce(None, false), Step::Gradient], "without Momentum"),
+            (vec![all_reduce(None, false), Step::Gradient], "Gradient without Momentum before it"),
+            (vec![momentum(), Step::Gradient, all_reduce(None, false), Step::Gradient], "Gradient without Momentum"),
+            (vec![momentum(), all_reduce(None, false)], "Momentum without Gradient after it"),
+            (vec![momentum(), momentum(), all_reduce(None, false), Step::Gradient], "Momentum without Gradient"),
             (vec![all_reduce(None, true)], "without a codec"),
         ] {
             let error = refused(steps);
