@@ -224,11 +224,8 @@ class Gradients:
         order, observed = state.get("order", []), state.get("observed", True)
         places = {name: index for index, name in enumerate(self.names)}
         scheduler = self.scheduler
-        if scheduler is None:
-            # alone there is nothing to keep
-            return
-        if sorted(order) != sorted(places):
-            # of another kind of algorithm, or of another model
+        if scheduler is None or sorted(order) != sorted(places):
+            # alone there is nothing to keep; or of another kind of algorithm, or of another model
             keeping.warn_of_reset(state.get("kept", {}), {}, match)
             return
         scheduler.resume(step)

@@ -275,6 +275,9 @@ def test_bad_input_is_told_when_it_is_made(ranks):
         if offbeat.world_size() > 1:
             for name in ("topk", "powersgd", "bytegrad"):
                 fails(wrong, "float64|try", offbeat.DistributedOptimizer, optimizer, double, name)
+            momentum, gradient = steps.Momentum(), steps.Gradient()
+            for given in ([momentum, *ours], [momentum, momentum, *ours, gradient]):
+                own("Momentum without Gradient|try: [Momentum(), AllReduce(), Gradient()]", given=given)
         # nothing of it is left
         offbeat.DistributedOptimizer(sgd, model)
         model(torch.ones(1, 3)).sum().backward()
@@ -330,6 +333,45 @@ def test_another_world_takes_over_what_it_can(ranks, tmp_path):
         (said,) = power["said"]
         assert "left" in said
         assert [label for label in power["same"] if label.endswith("factor")]
+
+
+def test_a_world_of_one_keeps_nothing_and_says_so(ranks, tmp_path):
+    def script():
+        import sys
+
+        import torch
+        from support import make_model, noted_warnings, tell, train
+
+        import offbeat
+        from offbeat.algorithms import DiLoCo, OneBitAdam, TopK
+
+        offbeat.init()
+        for algorithm in (TopK(0.1), OneBitAdam(2), DiLoCo(4)):
+            model = make_model("mlp")
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            path = f"{sys.argv[1]}/{algorithm.name}.pt"
+            if offbeat.world_size() == 1:
+                saved = torch.load(path, weights_only=True)
+                with noted_warnings() as said:
+                    optimizer.load_state_dict(saved)
+                    # what has kept nothing has nothing to lose
+                    optimizer.load_state_dict(optimizer.state_dict())
+                tell(said=said)
+            else:
+                train(model, optimizer, "mlp", range(5))
+                if offbeat.rank() == 0:
+                    torch.save(optimizer.state_dict(), path)
+            optimizer.remove()
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=apart, args=[tmp_path])
+    (rank,) = ranks(script, 1, args=[tmp_path]).ranks
+    for fact, labels in zip(told(rank), ("1.left", "1.momentum, 2.results, 2.shares", "anchor"), strict=True):
+        (said,) = fact["said"]
+        assert "on 2 ranks, this is" in said, said
+        assert labels in said, said
+        assert "begins at zero again" in said, said
 
 
 def test_algorithms_of_other_packages(ranks, tmp_path):
