@@ -1,5 +1,7 @@
 """What algorithms are equal to where they lose nothing, and that training around them goes on as with plain torch."""
 
+from pathlib import Path
+
 import pytest
 from support import told
 
@@ -372,6 +374,38 @@ def test_a_world_of_one_keeps_nothing_and_says_so(ranks, tmp_path):
         assert "on 2 ranks, this is" in said, said
         assert labels in said, said
         assert "begins at zero again" in said, said
+
+
+@pytest.mark.parametrize("layout", ["abc", "aab"])
+def test_ranks_without_a_gradient_take_no_vote_of_others(ranks, layout):
+    """In the example every vote weighs the same, also where the momentum of a rank is zero in most places."""
+
+    def script():
+        import importlib.util
+        import sys
+
+        import torch
+
+        import offbeat
+
+        spec = importlib.util.spec_from_file_location("example", sys.argv[1])
+        example = sys.modules["example"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(example)
+        offbeat.init()
+        gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+        for gradient in gradients[:2]:
+            gradient[300:] = 0
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.zeros(3000))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        offbeat.DistributedOptimizer(optimizer, model, example.MajorityVote())
+        (model.weight * gradients[offbeat.rank()]).sum().backward()
+        votes = sum(torch.where(gradient < 0, -1.0, 1.0) for gradient in gradients)
+        assert torch.equal(model.weight.grad, votes.sign())
+        offbeat.shutdown()
+
+    path = Path(__file__).resolve().parents[3] / "examples" / "08_your_own_algorithm.py"
+    ranks(script, 3, per_rank=lambda rank: {"OFFBEAT_HOST": layout[rank]}, args=[path])
 
 
 def test_algorithms_of_other_packages(ranks, tmp_path):
