@@ -271,6 +271,10 @@ def test_bad_input_is_told_when_it_is_made(ranks):
             own("warmup()[0]=|try", first=(first, ours))
         own("warmup()|try: a pair", first=3)
         own("warmup()|'allreduce', which is no step", first=(3, ["allreduce"]))
+        for every in ("a", 0, 1.5, None):
+            own(f"every={every!r}|try", every=every)
+        own("what=3|try", what=3)
+        own("when=None|try", when=None)
         fails(wrong, "what its steps are|try", offbeat.DistributedOptimizer, sgd, model, algorithms.Algorithm())
         double = torch.nn.Linear(3, 3).double()
         optimizer = torch.optim.SGD(double.parameters(), lr=0.1)
