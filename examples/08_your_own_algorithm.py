@@ -26,13 +26,14 @@ class MajorityVote(offbeat.Algorithm):
     def steps(self) -> Sequence[Step]:
         return [
             Apply(self.vote, state=["momentum"]),
-            AllReduce("sum", "onebit"),  # signs are exact in it, and so is the sign of their sum
+            # ±1 is exact in one bit, and so is the sign of a sum, as long as no host sums the votes of its ranks before
+            AllReduce("sum", "onebit", hierarchical=False),
             Apply(self.count),
         ]
 
     def vote(self, bucket: Bucket) -> None:
         momentum = bucket.state["momentum"].lerp_(bucket.values, 1 - self.beta)
-        bucket.values.copy_(momentum.sign())
+        bucket.values.copy_(torch.where(momentum < 0, -1.0, 1.0))  # one bit has no zero
 
     def count(self, bucket: Bucket) -> None:
         bucket.values.sign_()

@@ -56,7 +56,9 @@ class Advice:
 
     def of_cost(self, coding: counters.Coding, rounds: int, communication: float) -> None:
         """Where encoding takes longer than what it saves, when enough was exchanged to tell."""
-        if self._has_judged or rounds < ROUNDS_TO_JUDGE or counters.seconds_saved(coding, communication) >= 0:
+        # of the ranks of a host some may select what others send
+        judges = coding["plain"] > 0 and rounds >= ROUNDS_TO_JUDGE
+        if self._has_judged or not judges or counters.seconds_saved(coding, communication) >= 0:
             return
         self._has_judged = True
         warn_of_cost(self._algorithm, coding)

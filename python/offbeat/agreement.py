@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import pickle
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -65,6 +66,9 @@ def left_out(model: nn.Module) -> set[str]:
 
 
 SAME_GROUPS = "give the optimizer the same parameters in the same order on every rank; a set() has another on each"
+SAME_SETTINGS = (
+    "give every rank the same algorithm with the same arguments, and an optimizer of the same kind with the same groups"
+)
 SAME_MODEL = "build the same model on every rank, in the same order, before wrapping it"
 
 
@@ -77,6 +81,12 @@ def compare(group: _core.Group, what: str, lines: Sequence[str], advice: str = S
         return
     texts = gather(group, torch.tensor(list(text), dtype=torch.uint8, device="cpu"))
     raise Mismatch(difference(what, [bytes(theirs.numpy()).decode().split("\n") for theirs in texts], advice))
+
+
+def describe_algorithm(algorithm: object) -> str:
+    """An algorithm in one line. Functions and objects in it are known by their names: ranks have them at other
+    addresses."""
+    return "algorithm " + re.sub(r" at 0x[0-9a-fA-F]+", "", repr(algorithm))
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -108,10 +118,10 @@ def describe(name: str, tensor: Tensor, *, buffer: bool = False) -> str:
 
 def compare_model(group: _core.Group, algorithm: object, optimizer: torch.optim.Optimizer | None, named: Named) -> None:
     """Raises the same `Mismatch` on every rank unless all train the same parameters in the same way."""
-    lines = [f"algorithm {algorithm}"]
+    lines = [describe_algorithm(algorithm)]
     if optimizer is not None:
         lines.append(describe_optimizer(optimizer))
-    compare(group, "settings", lines)
+    compare(group, "settings", lines, SAME_SETTINGS)
     compare(group, "parameters", [describe(name, tensor) for name, tensor in named])
     if optimizer is not None:
         # settings and state are handed over by groups and places in them

@@ -11,7 +11,7 @@ from . import adam, codecs
 from .checks import check_warmup
 from .errors import InvalidArgument
 from .steps import Described, Parameter, Step
-from .syncs import Sync
+from .syncs import Sync, check_turns
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,20 @@ def describe(
         raise InvalidArgument(
             f'{algorithm} is an algorithm without steps; try: steps() that returns [AllReduce("mean")]'
         )
+    check_times(algorithm)
     for what, listed in (("warmup()", first), ("steps()", steps), ("sync()", () if sync is None else sync.steps)):
         refuse_no_steps(f"{what} of {algorithm}", listed)
     return Description(
         warmup, [step.describe(parameters) for step in first], [step.describe(parameters) for step in steps]
     )
+
+
+def check_times(algorithm: Algorithm) -> None:
+    """Raises unless an algorithm says what is communicated, and when, in words that the core can read."""
+    check_turns(algorithm.every)
+    for name, value in (("what", algorithm.what), ("when", algorithm.when)):
+        if not isinstance(value, str):
+            raise InvalidArgument(f'{name}={value!r} of {algorithm}; try: "{getattr(Algorithm, name)}"')
 
 
 def warmup_of(algorithm: Algorithm) -> tuple[int, Sequence[Step]]:

@@ -37,7 +37,11 @@ class Link(Bytes):
 
 class Coding(TypedDict):
     """What encoding has done: bytes before and after, the part of results that was lost, blocks with NaN or Inf, and
-    the seconds that it took."""
+    the seconds that it took.
+
+    Bytes are those of what this rank has encoded; of matrices and their factors; and where the largest elements are
+    selected, those of the lists that it has sent to other hosts, and what an all-reduce would have sent in their place.
+    """
 
     plain: int
     coded: int
@@ -91,7 +95,7 @@ class Stats(TypedDict):
 def coding(counted: tuple[int, int, int, float, float]) -> Coding | None:
     """What was counted; None while nothing was encoded."""
     plain, coded, non_finite, error, seconds = counted
-    if not plain and not non_finite:
+    if not plain and not non_finite and not seconds:
         return None
     return {
         "plain": plain,

@@ -35,7 +35,6 @@ class Gradients:
         self._observing = True
         self._next_order: tuple[list[int], list[bool]] | None = None
         self._loaded_order: list[int] | None = None
-        self._loaded: keeping.Kept = {}
         self._of_hosts: frozenset[str] = frozenset()
 
     @property
@@ -71,7 +70,7 @@ class Gradients:
     def begin(self) -> None:
         """Moves into the first buckets of a scheduler, the order of which is not observed yet."""
         self._observing, self._next_order, self._loaded_order = True, None, None
-        self._missed, self._loaded = set(), {}
+        self._missed = set()
         self._adopt()
 
     def leave(self) -> None:
@@ -128,7 +127,6 @@ class Gradients:
         scheduler.rebucket(order, late, self.bucket_bytes)
         self._observing = False
         self._adopt()
-        self._restore(scheduler)
 
     def plan(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """(tensor, first element) of what lies in each bucket."""
@@ -208,9 +206,8 @@ class Gradients:
         """What steps keep."""
         if self.scheduler is None:
             return {}
-        # what was loaded and waits for its buckets is still what this rank has; what codecs have lost in the first
-        # buckets begins at zero in the next
-        return self._loaded or keeping.save(self.scheduler, self.names, without="carrier" if self._observing else None)
+        # what codecs have lost in the first buckets begins at zero in the next
+        return keeping.save(self.scheduler, self.names, without="carrier" if self._observing else None)
 
     def go_on(self, kept: keeping.Kept) -> None:
         """Takes over what was kept in other buckets, before these were begun."""
@@ -227,11 +224,8 @@ class Gradients:
         order, observed = state.get("order", []), state.get("observed", True)
         places = {name: index for index, name in enumerate(self.names)}
         scheduler = self.scheduler
-        if scheduler is None:
-            # alone there is nothing to keep
-            return
-        if sorted(order) != sorted(places):
-            # of another kind of algorithm, or of another model
+        if scheduler is None or sorted(order) != sorted(places):
+            # alone there is nothing to keep; or of another kind of algorithm, or of another model
             keeping.warn_of_reset(state.get("kept", {}), {}, match)
             return
         scheduler.resume(step)
@@ -240,16 +234,10 @@ class Gradients:
             return
         taken = keeping.fitting(scheduler, self.names, state["kept"], match.much, self._of_hosts)
         keeping.warn_of_reset(state["kept"], taken, match)
-        self._loaded = keeping.with_zeros(scheduler, self.names, taken)
-        if match.much is keeping.Fit.ALL and self._loaded_order is not None:
+        # who keeps nothing has not agreed with the other ranks on how much fits
+        if match.much is keeping.Fit.ALL and self._loaded_order is not None and self.keeps:
+            # here, where all ranks are: there may be no forward in training before the next backward
             late = set(state.get("late", ()))
             self._next_order = (self._loaded_order, [name in late for name in self.names])
-            self.bucket_bytes = state.get("bucket_bytes", self.bucket_bytes)
-            self._observing = True
-        if not self.are_buckets_due:
-            # no new buckets are due, so what was loaded finds its place now
-            self._restore(scheduler)
-
-    def _restore(self, scheduler: _core.Scheduler) -> None:
-        loaded, self._loaded = self._loaded, {}
-        keeping.restore(scheduler, self.names, loaded)
+            self.rebucket(state.get("bucket_bytes"))
+        keeping.restore(scheduler, self.names, keeping.with_zeros(scheduler, self.names, taken))

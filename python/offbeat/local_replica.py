@@ -184,10 +184,10 @@ class LocalReplica(replica.Replica):
 
     def _take(self, state: dict[str, Any], match: keeping.Match) -> None:
         super()._take(state, match)
+        saved, taken = state.get("weights", {}), {}
         if self.weights is not None:
-            saved = state.get("weights", {})
             taken = self.weights.load_state_dict(saved, match.much, has_result=match.is_of_same_world)
-            keeping.warn_of_reset(saved.get("kept", {}), taken, match)
+        keeping.warn_of_reset(saved.get("kept", {}), taken, match)
 
     @property
     def _keeps(self) -> bool:

@@ -420,6 +420,7 @@ class Replica:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes over what `state_dict` gave. Every rank does so, each with its own."""
+        self._mend()
         self.step = state.get("step", self.step)
         if self.takeover is not None:
             self.takeover.load_state_dict(state.get("frozen", {}), dict(self.gradients.named))

@@ -93,14 +93,15 @@ impl Coding {
                 }
             }
         });
-        let mut rest = &*out;
-        let bad = self.pieces(range).map(|piece| {
+        // what fills a bucket up between tensors is not encoded
+        let (mut rest, mut count, mut bad) = (&*out, 0, 0);
+        for piece in self.pieces(range) {
             let (record, after) = rest.split_at(self.codec.encoded_len(piece.len()));
             rest = after;
-            self.codec.non_finite(record) as u64
-        });
-        let bad = bad.sum();
-        self.tally.add(range.len() as u64 * 4, out.len() as u64, bad);
+            count += piece.len() as u64;
+            bad += self.codec.non_finite(record) as u64;
+        }
+        self.tally.add(count * 4, out.len() as u64, bad);
     }
 
     /// Encodes the momentum that a piece of gradients makes, some at a time.

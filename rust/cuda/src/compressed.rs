@@ -22,7 +22,7 @@ use offbeat_core::{Error, Result};
 use crate::collective::{Group, HostSum, Table, carried, pass_on};
 use crate::kernels::{Salted, Stacked};
 use crate::memory::Piece;
-use crate::plan::{Plan, Tile, places};
+use crate::plan::{Plan, Segment, Tile, places};
 use crate::stream::Address;
 
 /// What an all-reduce with a codec keeps of losses: addresses of f32, as long as the tensor; 0 where nothing is kept.
@@ -113,9 +113,11 @@ impl Compressed {
             return (0, 0);
         }
         let all = carried(&self.plan, group).chain(self.owned.iter().map(|(at, _)| *at));
-        let of =
-            |at: usize| (self.plan.segments[at].range.len() as u64 * 4, self.plan.segments[at].records.len() as u64);
-        all.map(of).fold((0, 0), |sum, it| (sum.0 + it.0, sum.1 + it.1))
+        let of = |segment: &Segment| {
+            let values: u64 = self.plan.tiles[segment.tiles.clone()].iter().map(|tile| u64::from(tile.count)).sum();
+            (values * 4, segment.records.len() as u64)
+        };
+        all.map(|at| of(&self.plan.segments[at])).fold((0, 0), |sum, it| (sum.0 + it.0, sum.1 + it.1))
     }
 
     fn salt(&self, stream: u64, author: u64, residual: Address, odd: Address) -> Salted {

@@ -75,9 +75,8 @@ impl LowRank {
         }
         let starts: Vec<u8> = starts.into_iter().flat_map(f32::to_le_bytes).collect();
         let [there, back] = ways(&blocks.whole).map(|tiles| group.upload_tiles(&tiles));
-        let factored = parts.iter().filter(|part| part.shape.is_some());
         let sizes =
-            factored.map(|part| (part.range.len() as u64 * 4, (part.first_len() + part.second_len()) as u64 * 4));
+            parts.iter().map(|part| (part.range.len() as u64 * 4, (part.first_len() + part.second_len()) as u64 * 4));
         Ok(LowRank {
             count,
             dtype,

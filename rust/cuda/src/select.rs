@@ -12,6 +12,7 @@
 use std::ops::Range;
 
 use offbeat_core::Result;
+use offbeat_core::algorithm::list_traffic;
 use offbeat_core::buffer::Buffer;
 use offbeat_core::codec::TopK;
 use offbeat_core::dtype::DType;
@@ -61,6 +62,11 @@ impl Select {
         };
         // where a tile is read it is written
         let whole = Plan::plain(&group.layout, count);
+        let plan = Plan::plain(&group.layout, lists.bytes);
+        // of all ranks of a host everyone sends a part
+        let sent: u64 = carried(&plan, group).map(|at| plan.segments[at].range.len() as u64).sum();
+        let values: u64 = tensors.iter().map(|(range, _)| range.len() as u64 * 4).sum();
+        let values = values * sent / (lists.bytes as u64).max(1);
         let places: Vec<(usize, usize)> = whole.segments.iter().map(|it| it.range.start).enumerate().collect();
         Ok(Select {
             count,
@@ -69,10 +75,10 @@ impl Select {
             tables,
             _held: ([tiles, targets], [spans, counts]),
             left: group.zeros(count)?,
-            plan: Plan::plain(&group.layout, lists.bytes),
+            plan,
             stride: lists.bytes.next_multiple_of(16),
             all: group.upload_tiles(&whole.placed(&places))?,
-            traffic: (tensors.iter().map(|(range, _)| range.len() as u64 * 4).sum(), lists.bytes as u64),
+            traffic: list_traffic(values, sent, group.layout.hosts.len()),
         })
     }
 

@@ -233,3 +233,114 @@ def test_stopping_after_any_exchange_changes_no_bit(ranks, stop):
         offbeat.shutdown()
 
     ranks(script, 3, per_rank=on(ALONE), args=[stop])
+
+
+@pytest.mark.parametrize("how", ["parts", "eval"])
+def test_resuming_without_a_forward_in_training_changes_no_bit(ranks, how):
+    """Where the script calls parts of the model, or trains it in evaluation mode, no hook runs before the backward."""
+
+    def script():
+        import copy
+        import sys
+
+        import torch
+        from support import digest, same_everywhere
+
+        import offbeat
+        from offbeat.algorithms import ByteGrad, OneBitAdam, PowerSGD, QAdam, TopK
+
+        offbeat.init()
+        in_parts = sys.argv[1] == "parts"
+
+        def start(algorithm):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(12, 20), torch.nn.Tanh(), torch.nn.Linear(20, 6))
+            model.train(in_parts)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            return model, offbeat.DistributedOptimizer(optimizer, model, algorithm, bucket_bytes=400)
+
+        def train(model, optimizer, steps):
+            for step in steps:
+                optimizer.zero_grad()
+                x = torch.randn(5, 12, generator=torch.Generator().manual_seed(9 * step + offbeat.rank()))
+                out = model[2](model[1](model[0](x))) if in_parts else model(x)
+                out.pow(2).mean().backward()
+                optimizer.step()
+
+        for algorithm in (
+            ByteGrad(feedback=True),
+            QAdam(2, "int4"),
+            OneBitAdam(2),
+            PowerSGD(2, least=0),
+            TopK(0.2),
+        ):
+            for stop in (1, 4):
+                model, optimizer = start(algorithm)
+                train(model, optimizer, range(stop))
+                saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+                train(model, optimizer, range(stop, 7))
+                expected = digest(model)
+                optimizer.remove()
+                model, optimizer = start(algorithm)
+                model.load_state_dict(saved[0])
+                optimizer.load_state_dict(saved[1])
+                train(model, optimizer, range(stop, 7))
+                assert digest(model) == expected, (algorithm, stop)
+                assert same_everywhere(*model.parameters())
+                optimizer.remove()
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=on(ALONE), args=[how])
+
+
+def test_a_backward_that_raised_may_be_followed_by_loading(ranks):
+    """What it had begun is forgotten before buckets are made anew."""
+
+    def script():
+        import copy
+
+        import torch
+        from support import digest, make_model, train
+
+        import offbeat
+        from offbeat.algorithms import ByteGrad
+
+        class Raises(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, gradient):
+                raise ValueError("on purpose")
+
+        offbeat.init()
+
+        def start():
+            model = make_model("mlp")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            # a bucket for each parameter, so that the last layer's are complete before it raises
+            return model, offbeat.DistributedOptimizer(optimizer, model, ByteGrad(feedback=True), bucket_bytes=4)
+
+        model, optimizer = start()
+        train(model, optimizer, "mlp", range(2))
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        train(model, optimizer, "mlp", range(2, 5))
+        expected = digest(model)
+        optimizer.remove()
+        model, optimizer = start()
+        layers = list(model)
+        hidden = torch.nn.Sequential(*layers[:-1])(torch.ones(2, layers[0].in_features))
+        raised = False
+        try:
+            layers[-1](Raises.apply(hidden)).sum().backward()
+        except ValueError:
+            raised = True
+        assert raised
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(model, optimizer, "mlp", range(2, 5))
+        assert digest(model) == expected
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=on(ALONE))

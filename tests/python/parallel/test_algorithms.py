@@ -1,5 +1,7 @@
 """What algorithms are equal to where they lose nothing, and that training around them goes on as with plain torch."""
 
+from pathlib import Path
+
 import pytest
 from support import told
 
@@ -269,12 +271,19 @@ def test_bad_input_is_told_when_it_is_made(ranks):
             own("warmup()[0]=|try", first=(first, ours))
         own("warmup()|try: a pair", first=3)
         own("warmup()|'allreduce', which is no step", first=(3, ["allreduce"]))
+        for every in ("a", 0, 1.5, None):
+            own(f"every={every!r}|try", every=every)
+        own("what=3|try", what=3)
+        own("when=None|try", when=None)
         fails(wrong, "what its steps are|try", offbeat.DistributedOptimizer, sgd, model, algorithms.Algorithm())
         double = torch.nn.Linear(3, 3).double()
         optimizer = torch.optim.SGD(double.parameters(), lr=0.1)
         if offbeat.world_size() > 1:
             for name in ("topk", "powersgd", "bytegrad"):
                 fails(wrong, "float64|try", offbeat.DistributedOptimizer, optimizer, double, name)
+            momentum, gradient = steps.Momentum(), steps.Gradient()
+            for given in ([momentum, *ours], [momentum, momentum, *ours, gradient]):
+                own("Momentum without Gradient|try: [Momentum(), AllReduce(), Gradient()]", given=given)
         # nothing of it is left
         offbeat.DistributedOptimizer(sgd, model)
         model(torch.ones(1, 3)).sum().backward()
@@ -330,6 +339,77 @@ def test_another_world_takes_over_what_it_can(ranks, tmp_path):
         (said,) = power["said"]
         assert "left" in said
         assert [label for label in power["same"] if label.endswith("factor")]
+
+
+def test_a_world_of_one_keeps_nothing_and_says_so(ranks, tmp_path):
+    def script():
+        import sys
+
+        import torch
+        from support import make_model, noted_warnings, tell, train
+
+        import offbeat
+        from offbeat.algorithms import DiLoCo, OneBitAdam, TopK
+
+        offbeat.init()
+        for algorithm in (TopK(0.1), OneBitAdam(2), DiLoCo(4)):
+            model = make_model("mlp")
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, algorithm)
+            path = f"{sys.argv[1]}/{algorithm.name}.pt"
+            if offbeat.world_size() == 1:
+                saved = torch.load(path, weights_only=True)
+                with noted_warnings() as said:
+                    optimizer.load_state_dict(saved)
+                    # what has kept nothing has nothing to lose
+                    optimizer.load_state_dict(optimizer.state_dict())
+                tell(said=said)
+            else:
+                train(model, optimizer, "mlp", range(5))
+                if offbeat.rank() == 0:
+                    torch.save(optimizer.state_dict(), path)
+            optimizer.remove()
+        offbeat.shutdown()
+
+    ranks(script, 2, per_rank=apart, args=[tmp_path])
+    (rank,) = ranks(script, 1, args=[tmp_path]).ranks
+    for fact, labels in zip(told(rank), ("1.left", "1.momentum, 2.results, 2.shares", "anchor"), strict=True):
+        (said,) = fact["said"]
+        assert "on 2 ranks, this is" in said, said
+        assert labels in said, said
+        assert "begins at zero again" in said, said
+
+
+@pytest.mark.parametrize("layout", ["abc", "aab"])
+def test_ranks_without_a_gradient_take_no_vote_of_others(ranks, layout):
+    """In the example every vote weighs the same, also where the momentum of a rank is zero in most places."""
+
+    def script():
+        import importlib.util
+        import sys
+
+        import torch
+
+        import offbeat
+
+        spec = importlib.util.spec_from_file_location("example", sys.argv[1])
+        example = sys.modules["example"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(example)
+        offbeat.init()
+        gradients = [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+        for gradient in gradients[:2]:
+            gradient[300:] = 0
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(torch.zeros(3000))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        offbeat.DistributedOptimizer(optimizer, model, example.MajorityVote())
+        (model.weight * gradients[offbeat.rank()]).sum().backward()
+        votes = sum(torch.where(gradient < 0, -1.0, 1.0) for gradient in gradients)
+        assert torch.equal(model.weight.grad, votes.sign())
+        offbeat.shutdown()
+
+    path = Path(__file__).resolve().parents[3] / "examples" / "08_your_own_algorithm.py"
+    ranks(script, 3, per_rank=lambda rank: {"OFFBEAT_HOST": layout[rank]}, args=[path])
 
 
 def test_algorithms_of_other_packages(ranks, tmp_path):

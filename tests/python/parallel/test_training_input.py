@@ -90,12 +90,15 @@ def test_ranks_with_different_optimizers_and_settings(ranks):
 
     def script():
         import os
+        from collections.abc import Callable
+        from dataclasses import dataclass
 
         import torch
         from support import loss_of, make_batch, make_model, make_optimizer, same_everywhere, tell, train
 
         import offbeat
         from offbeat.algorithms import GradientAllReduce
+        from offbeat.steps import AllReduce, Apply
 
         me = int(os.environ["RANK"])
 
@@ -123,6 +126,18 @@ def test_ranks_with_different_optimizers_and_settings(ranks):
             algorithm = GradientAllReduce(average=bool(me))
             return offbeat.DistributedOptimizer(make_optimizer("sgd", model), model, algorithm)
 
+        @dataclass(frozen=True)
+        class Own(offbeat.Algorithm):
+            function: Callable
+
+            def steps(self):
+                return [Apply(self.function), AllReduce()]
+
+        def functions(model):
+            # every process has it at another address
+            algorithm = Own(lambda bucket: bucket.values.mul_(2))
+            return offbeat.DistributedOptimizer(make_optimizer("sgd", model), model, algorithm)
+
         def groups(model):
             parts = [{"params": model[0].parameters()}, {"params": model[2:].parameters()}]
             optimizer = torch.optim.SGD(parts if me else model.parameters(), lr=0.1)
@@ -131,7 +146,7 @@ def test_ranks_with_different_optimizers_and_settings(ranks):
         def classes(model):
             return offbeat.DistributedOptimizer(make_optimizer(("sgd", "adamw")[me], model), model)
 
-        for wrap in (sizes, averages, groups, classes):
+        for wrap in (sizes, averages, functions, groups, classes):
             case(wrap.__name__, wrap)
 
     job = ranks(script, 2)
@@ -141,6 +156,10 @@ def test_ranks_with_different_optimizers_and_settings(ranks):
     for name in ("averages", "groups", "classes"):
         assert one[name]["kind"] == other[name]["kind"] == "Mismatch", (one[name], other[name])
         assert one[name]["message"] == other[name]["message"]
+        advice = "the same algorithm with the same arguments"
+        assert advice in one[name]["message"].partition("try:")[2], one[name]
+    assert one["functions"]["equal"], one["functions"]
+    assert other["functions"]["equal"], other["functions"]
 
 
 def test_arguments_that_make_no_sense(ranks):

@@ -440,6 +440,56 @@ fn a_value_that_is_not_finite_is_known_to_all_and_spoils_one_round_only() {
 }
 
 #[test]
+fn what_low_rank_sends_whole_is_looked_at_too() {
+    spawn(&["a", "b"], Tuning::default(), |rank| {
+        let low_rank = Step::LowRank { rank: 2, rate: 0.0, seed: 0, hierarchical: true };
+        let scheduler = start(rank, vec![low_rank], 1 << 20).unwrap();
+        // tensor 1 is no matrix
+        let bad = |tensor, at| tensor == 1 && at == 3 && rank.rank == 1;
+        let results = round_of(&scheduler, |tensor, at| if bad(tensor, at) { f32::INFINITY } else { 1.0 });
+        assert!(!results[1][3].is_finite() && results[2].iter().all(|value| value.is_finite()));
+        assert!(scheduler.was_non_finite(), "rank {} does not know", rank.rank);
+        round(rank, &scheduler, 1);
+        assert!(!scheduler.was_non_finite());
+    });
+}
+
+#[test]
+fn bytes_before_and_after_are_those_of_values() {
+    let values = SHAPES.iter().map(|(count, _)| *count as u64 * 4).sum::<u64>();
+    let counted = |layout, steps: Vec<Step>| {
+        spawn(layout, Tuning::default(), move |rank| {
+            let scheduler = start(rank, steps.clone(), 1 << 20).unwrap();
+            round(rank, &scheduler, 0);
+            let count = scheduler.coded();
+            (count.plain, count.coded)
+        })
+    };
+    // so few are summed by every rank: shares and results of all of them, without what lies between tensors
+    for layout in [LAYOUTS[1], LAYOUTS[2], LAYOUTS[3]] {
+        let both = counted(layout, vec![all_reduce(Some("float16"), false)]);
+        let (plain, coded) = both.iter().fold((0, 0), |sum, it| (sum.0 + it.0, sum.1 + it.1));
+        let encoded = 2 * layout.len() as u64 * values;
+        assert_eq!((plain, coded), (encoded, encoded / 2), "on {layout:?}");
+    }
+    // every other host gets a copy of the lists; without them each host would send its share of two rounds
+    let lists: u64 = SHAPES
+        .iter()
+        .map(|(count, rows)| codec::TopK::new(*count, if *rows > 1 { 0.1 } else { 1.0 }).unwrap().encoded_len() as u64)
+        .sum();
+    for layout in LAYOUTS {
+        let both = counted(layout, vec![Step::Select { ratio: 0.1, hierarchical: true }]);
+        for ranks in reference::hosts(layout) {
+            let (plain, coded) = ranks.iter().fold((0, 0), |sum, rank| (sum.0 + both[*rank].0, sum.1 + both[*rank].1));
+            let hosts = reference::hosts(layout).len() as u64;
+            assert_eq!(coded, (hosts - 1) * lists, "on {layout:?}");
+            // of each rank it is rounded
+            assert!(plain.abs_diff(2 * (hosts - 1) * values / hosts) <= 2, "on {layout:?}: {plain}");
+        }
+    }
+}
+
+#[test]
 fn wrong_steps_do_not_start() {
     spawn(&["a"], Tuning::default(), |rank| {
         let refused = |steps: Vec<Step>| start(rank, steps, 1000).err().unwrap();
@@ -449,7 +499,10 @@ fn wrong_steps_do_not_start() {
             (vec![Step::LowRank { rank: 0, rate: 2.0, seed: 0, hierarchical: true }], "rank 0"),
             (vec![Step::LowRank { rank: 1, rate: -1.0, seed: 0, hierarchical: true }], "rate of compression"),
             (vec![Step::Momentum { betas: vec![1.0; SHAPES.len()].into() }], "beta 1"),
-            (vec![all_reduce(None, false), Step::Gradient], "without Momentum"),
+            (vec![all_reduce(None, false), Step::Gradient], "Gradient without Momentum before it"),
+            (vec![momentum(), Step::Gradient, all_reduce(None, false), Step::Gradient], "Gradient without Momentum"),
+            (vec![momentum(), all_reduce(None, false)], "Momentum without Gradient after it"),
+            (vec![momentum(), momentum(), all_reduce(None, false), Step::Gradient], "Momentum without Gradient"),
             (vec![all_reduce(None, true)], "without a codec"),
         ] {
             let error = refused(steps);

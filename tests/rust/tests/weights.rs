@@ -256,6 +256,7 @@ fn wrong_steps_do_not_start() {
             (replicas(Peers::All, None, None), "a copy of each"),
             (replicas(Peers::Ring, None, Some(1.5)), "gamma of 1.5"),
             (Step::Outer { lr: 0.7, momentum: 0.9 }, "without Difference"),
+            (Step::Difference, "Difference without Outer after it"),
             (Step::Outer { lr: 0.0, momentum: 0.9 }, "learning rate of 0"),
             (Step::Outer { lr: 1.0, momentum: 1.0 }, "momentum of 1"),
         ] {

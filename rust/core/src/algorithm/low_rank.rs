@@ -163,7 +163,11 @@ impl LowRank {
             let (own, q) = (&own[q_at..q_at + second_len], &everyones[q_at..q_at + second_len]);
             (p_at, q_at) = (p_at + first_len, q_at + second_len);
             with_floats(round.buffer, part.range.clone(), |values| match part.shape {
-                None => values.copy_from_slice(p),
+                None => {
+                    values.copy_from_slice(p);
+                    let (bytes, bad) = (size_of_val(p) as u64, p.iter().filter(|value| !value.is_finite()).count());
+                    round.tally.add(bytes, bytes, bad as u64);
+                }
                 Some(shape) => {
                     let left = left.slot(slot);
                     let sums = values.iter().zip(&*left).take(SAMPLE).map(|(value, left)| value + left);

@@ -26,7 +26,7 @@ pub use low_rank::{FACTOR, Part, factoring};
 pub use memory::{Keeper, Saved, spans};
 pub use mixing::{Mixing, Rule};
 pub use pipeline::{Pipeline, Round};
-pub use select::{LEFT, selection};
+pub use select::{LEFT, list_traffic, selection};
 pub use step::{Step, begun};
 
 use crate::bucket::Grain;

@@ -12,7 +12,7 @@ use super::momentum::Momentum;
 use super::outer::{Difference, Outer};
 use super::replicas::Replicas;
 use super::select::Select;
-use super::step::begun;
+use super::step::{begun, check_pairs};
 use super::weigh::Weigh;
 use super::{Description, Step, What, When};
 use crate::bucket::{Bucket, Tensor};
@@ -129,6 +129,7 @@ impl Pipeline {
             )));
         }
         first.iter().chain(steps).try_for_each(|step| check(step, bucket.dtype, tensors))?;
+        [first, steps].into_iter().try_for_each(|list| check_pairs(list))?;
         let mut pipeline = Pipeline { warmup: *warmup, first: first.len(), ..Pipeline::default() };
         if let Some(carrier) = carrier {
             let build = |steps| carrier.build(steps, bucket, tensors, memory);

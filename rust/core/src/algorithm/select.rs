@@ -39,6 +39,13 @@ pub fn selection(ratio: f64, bucket: &Bucket, tensors: &[Tensor]) -> Result<Vec<
     bucket.slots.iter().map(span).collect()
 }
 
+/// Bytes that a rank sends to other hosts: what an all-reduce between these would of the values from which it has selected, and
+/// its lists, of which every other host gets a copy.
+pub fn list_traffic(values: u64, lists: u64, hosts: usize) -> (u64, u64) {
+    let others = hosts as u64 - 1;
+    (2 * others * values / hosts as u64, others * lists)
+}
+
 impl Select {
     pub(super) fn build(ratio: f64, bucket: &Bucket, tensors: &[Tensor]) -> Result<(Self, Vec<Memory>)> {
         let spans = selection(ratio, bucket, tensors)?;
@@ -50,7 +57,9 @@ impl Select {
         let (hosts, seat) = round.group.seats();
         let shape = vec![round.buffer.count as u64];
         round.call(Call::HostReduce { tensor: Shaped { buffer: round.buffer, shape }, op: Op::Sum })?;
-        let lists = round.tally.time(|| self.encode(round, left, hosts[seat.0].len(), seat.1));
+        let (lists, plain) = round.tally.time(|| self.encode(round, left, hosts[seat.0].len(), seat.1));
+        let (plain, coded) = list_traffic(plain, lists.len() as u64, hosts.len());
+        round.tally.add(plain, coded, 0);
         let mut mine = Owned::new(DType::U8, vec![lists.len() as u64]);
         mine.bytes_mut().copy_from_slice(&lists);
         let tensor = Shaped { shape: mine.shape.clone(), buffer: mine.buffer() };
@@ -81,10 +90,10 @@ impl Select {
         self.spans.iter().map(carrier).enumerate().filter(move |(_, carrier)| *carrier == seat).map(|(slot, _)| slot)
     }
 
-    /// Selects from all slots, and gives the lists that this rank sends.
-    fn encode(&self, round: &Round<'_>, left: &mut Memory, members: usize, seat: usize) -> Vec<u8> {
+    /// Selects from all slots, and gives the lists that this rank sends, and the bytes from which these were selected.
+    fn encode(&self, round: &Round<'_>, left: &mut Memory, members: usize, seat: usize) -> (Vec<u8>, u64) {
         let mut mine = self.of_seat(members, seat).peekable();
-        let mut lists = Vec::new();
+        let (mut lists, mut plain) = (Vec::new(), 0);
         for (slot, (range, top)) in self.spans.iter().enumerate() {
             let mut list = vec![0; top.encoded_len()];
             with_floats(round.buffer, range.clone(), |values| {
@@ -94,12 +103,13 @@ impl Select {
                 top.encode_residual(values, left, &mut list);
                 round.tally.sample(exact.into_iter().zip(left.iter().copied()));
             });
-            round.tally.add(range.len() as u64 * 4, list.len() as u64, top.non_finite(&list) as u64);
+            round.tally.add(0, 0, top.non_finite(&list) as u64);
             if mine.next_if_eq(&slot).is_some() {
                 lists.extend_from_slice(&list);
+                plain += range.len() as u64 * 4;
             }
         }
-        lists
+        (lists, plain)
     }
 
     /// Adds the lists of a host's members to the bucket; those of the first host begin it.

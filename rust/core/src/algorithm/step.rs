@@ -89,19 +89,35 @@ pub enum Step {
     },
 }
 
+/// Steps of which one begins what the other ends.
+const PAIRS: [[&str; 2]; 2] = [["Momentum", "Gradient"], ["Difference", "Outer"]];
+
+/// Makes sure that what a step begins is ended before it is begun again: between a `Momentum` and the next its `Gradient`,
+/// between a `Difference` and the next its `Outer`.
+pub(super) fn check_pairs(list: &[Step]) -> Result<()> {
+    let mut open = [false; PAIRS.len()];
+    for (pair, begins) in list.iter().filter_map(Step::side) {
+        if open[pair] == begins {
+            return Err(unpaired(pair, begins));
+        }
+        open[pair] = begins;
+    }
+    open.iter().position(|open| *open).map_or(Ok(()), |pair| Err(unpaired(pair, true)))
+}
+
+fn unpaired(pair: usize, begins: bool) -> Error {
+    let [first, last] = PAIRS[pair];
+    let missing =
+        if begins { format!("{first} without {last} after") } else { format!("{last} without {first} before") };
+    Error::invalid(format!("the step {missing} it; try: [{first}(), AllReduce(), {last}()]"))
+}
+
 /// The step of a list that the `at`-th ends: the last `Momentum` before a `Gradient`, the last `Difference` before an
 /// `Outer`.
 pub fn begun(list: &[Step], at: usize) -> Result<usize> {
-    let ends_difference = matches!(list[at], Step::Outer { .. });
-    let is_it = |step: &Step| match ends_difference {
-        true => matches!(step, Step::Difference),
-        false => matches!(step, Step::Momentum { .. }),
-    };
-    let missing = match ends_difference {
-        true => "the step Outer without Difference before it; try: [Difference(), AllReduce(), Outer()]",
-        false => "the step Gradient without Momentum before it; try: [Momentum(), AllReduce(), Gradient()]",
-    };
-    list[..at].iter().rposition(is_it).ok_or_else(|| Error::invalid(missing))
+    let pair = usize::from(matches!(list[at], Step::Outer { .. }));
+    let is_it = |step: &Step| step.side() == Some((pair, true));
+    list[..at].iter().rposition(is_it).ok_or_else(|| unpaired(pair, false))
 }
 
 impl Step {
@@ -120,6 +136,17 @@ impl Step {
             Step::LowRank { .. } => "low_rank",
             Step::Weigh => "weigh",
             Step::Apply { .. } => "apply",
+        }
+    }
+
+    /// Of which pair it is, and whether it begins what the other ends.
+    fn side(&self) -> Option<(usize, bool)> {
+        match self {
+            Step::Momentum { .. } => Some((0, true)),
+            Step::Gradient => Some((0, false)),
+            Step::Difference => Some((1, true)),
+            Step::Outer { .. } => Some((1, false)),
+            _ => None,
         }
     }
 
