@@ -84,7 +84,7 @@ impl Sizes {
     pub fn new(bytes: usize) -> Result<Self> {
         match bytes {
             0 => Err(Error::invalid("bucket_bytes is 0, but a bucket must hold something; try: 8388608, or \"auto\"")),
-            _ => Ok(Sizes { first: bytes.min((bytes / 8).max(1 << 20)), rest: bytes }),
+            _ => Ok(Sizes { first: bytes.min(1 << 20), rest: bytes }),
         }
     }
 
