@@ -139,7 +139,8 @@ class AsyncServer(Background):
         bound = self.staleness
         if bound is not None and not (is_whole(bound) and bound >= 0):
             raise InvalidArgument(f"staleness={bound!r}; try: a whole number from 0 on, or None for no bound")
-        if self.feedback and codecs.resolve(self.codec) is None:
+        codec = codecs.resolve(self.codec)
+        if self.feedback and codec is None:
             raise InvalidArgument("feedback without a codec, which would lose nothing; try: a codec, or feedback=None")
 
     @property
