@@ -29,6 +29,8 @@ class Background(Algorithm):
     # Fields of those that have them.
     period: ClassVar[float | None]
     warmup_steps: ClassVar[int] = 0
+    # Whether what ranks have changed is somewhere else than in their replicas, which go there to meet.
+    has_server: ClassVar[bool] = False
 
     def steps(self) -> Sequence[Step]:
         return ()
@@ -126,6 +128,7 @@ class AsyncServer(Background):
     """
 
     name: ClassVar[str] = "async_server"
+    has_server: ClassVar[bool] = True
 
     staleness: int | None = None
     period: float | None = None  # type: ignore[misc]
