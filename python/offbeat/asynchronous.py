@@ -29,6 +29,8 @@ class Background(Algorithm):
     # Fields of those that have them.
     period: ClassVar[float | None]
     warmup_steps: ClassVar[int] = 0
+    # Whether what ranks have changed is somewhere else than in their replicas, which go there to meet.
+    has_server: ClassVar[bool] = False
 
     def steps(self) -> Sequence[Step]:
         return ()
@@ -126,6 +128,7 @@ class AsyncServer(Background):
     """
 
     name: ClassVar[str] = "async_server"
+    has_server: ClassVar[bool] = True
 
     staleness: int | None = None
     period: float | None = None  # type: ignore[misc]
@@ -139,7 +142,8 @@ class AsyncServer(Background):
         bound = self.staleness
         if bound is not None and not (is_whole(bound) and bound >= 0):
             raise InvalidArgument(f"staleness={bound!r}; try: a whole number from 0 on, or None for no bound")
-        if self.feedback and codecs.resolve(self.codec) is None:
+        codec = codecs.resolve(self.codec)
+        if self.feedback and codec is None:
             raise InvalidArgument("feedback without a codec, which would lose nothing; try: a codec, or feedback=None")
 
     @property

@@ -199,12 +199,15 @@ class BackgroundReplica:
             # others wait for this rank's steps, and not for ever for those that it has no occasion to push
             snapshots.core.passed(self._clock)
 
+    def _start(self, snapshots: Snapshots) -> None:
+        if not self._started:
+            snapshots.core.start()
+            self._started = True
+
     def _meet(self, snapshots: Snapshots) -> None:
         """Does what the core asks for, and waits for it where too many steps would be made on top of an exchange."""
         core = snapshots.core
-        if not self._started:
-            core.start()
-            self._started = True
+        self._start(snapshots)
         task = core.look()
         while task is not None:
             self._do(snapshots, task)
@@ -218,6 +221,9 @@ class BackgroundReplica:
     def _do(self, snapshots: Snapshots, task: str) -> None:
         if task == "snapshot":
             self._refuse_non_finite(snapshots)
+        self._act(snapshots, task)
+
+    def _act(self, snapshots: Snapshots, task: str) -> None:
         snapshots.do(task, self._clock)
         if task == "snapshot":
             self._taken = self._clock
@@ -253,6 +259,17 @@ class BackgroundReplica:
             task = snapshots.core.wait(only_results=True)
             if task is not None:
                 self._do(snapshots, task)
+
+    def _make_round(self, snapshots: Snapshots) -> None:
+        """Makes a whole round, with the weights of now, and adds what comes of it. Nothing of it is encoded, so no
+        number is refused."""
+        task, taken = snapshots.core.wait(only_results=False), False
+        while task is not None:  # somebody is left
+            self._act(snapshots, task)
+            if taken and task != "snapshot":
+                return
+            taken = taken or task == "snapshot"
+            task = snapshots.core.wait(only_results=False)
 
     def pause(self) -> None:
         """Leaves the parameters alone until `resume`. Meanwhile a copy stands for the model in rounds of others;
@@ -335,22 +352,50 @@ class BackgroundReplica:
     @contextlib.contextmanager
     def settled(self) -> Iterator[None]:
         """Around somebody else's change of the parameters, on all ranks: nothing is under way inside, and nothing is
-        left to be added after. Ranks that are in no round let a copy stand for them, or those that are would wait for
-        their snapshots in vain. When all do so no new round begins; when all have ended theirs, every round that some
-        rank was still to be drawn into has begun everywhere, and a second wait ends it."""
+        left to be added after."""
         self._end_stand_in()
         was_paused = self._paused
         try:
-            for _ in range(2):
-                if self._started:
-                    self.pause()
-                consolidation.meet()
-                self.resume()
-                self.drain()
+            if self.algorithm.has_server:
+                self._go_to_server()
+            else:
+                self._end_rounds()
             yield
         finally:
             if was_paused:
                 self.pause()
+
+    def _end_rounds(self) -> None:
+        """Ranks that are in no round let a copy stand for them, or those that are would wait for their snapshots in
+        vain. When all do so no new round begins; when all have ended theirs, every round that some rank was still to be
+        drawn into has begun everywhere, and a second wait ends it."""
+        for _ in range(2):
+            if self._started:
+                self.pause()
+            consolidation.meet()
+            self.resume()
+            self.drain()
+
+    def _go_to_server(self) -> None:
+        """Gives every rank the server's values. No rank makes steps any more when all are here; the server has all of
+        them when all have ended a round, and every rank has those when it has ended another."""
+        self.resume()
+        # weights with which nobody has begun are in no server
+        if not consolidation.meet(says=self._started and not self._left):
+            return
+        snapshots = self._snapshots
+        if snapshots is None:
+            return
+        # the others need what is served here
+        self._seed()
+        self._start(snapshots)
+        try:
+            snapshots.core.close("settles")
+            self._make_round(snapshots)
+            consolidation.meet()
+            self._make_round(snapshots)
+        finally:
+            snapshots.core.close("open")
 
     def references(self) -> list[Tensor]:
         """What else becomes the mean of all ranks: nothing, since nothing is under way."""

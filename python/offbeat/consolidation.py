@@ -49,11 +49,12 @@ def consolidate(model: nn.Module) -> float:
     return spread
 
 
-def meet() -> None:
-    """Waits until all ranks that are there have come here."""
+def meet(*, says: bool = False) -> bool:
+    """Waits until all ranks that are there have come here; whether any of them says so, which all hear alike."""
     core = runtime.current()
     core.convene()
-    core.gather_living(torch.zeros(1, dtype=torch.uint8, device="cpu"), patient=False)
+    here = core.gather_living(torch.tensor([says], dtype=torch.uint8, device="cpu"), patient=False)
+    return any(value[0] for _, value in here or ())
 
 
 @dataclass

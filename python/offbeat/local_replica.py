@@ -7,7 +7,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from . import _core, consolidation, counters, hooks, keeping, replica, runtime, settings
+from . import _core, agreement, consolidation, counters, hooks, keeping, replica, runtime, settings
 from .algorithm import Algorithm
 from .errors import InvalidArgument, Unsupported
 from .joining import Turn
@@ -92,7 +92,18 @@ class LocalReplica(replica.Replica):
     def _before_forward(self) -> None:
         if self.weights is not None and self.weights.is_due_before_forward:
             self._turns.take(self, Turn.STEP)
+            self._end_warmup(self.weights)
             self.weights.forward_begins()
+
+    def _end_warmup(self, weights: Weights) -> None:
+        """Where the warm-up ends, what steps keep begins with the weights that came of it: anchors of before would count
+        its steps again. All ranks have these alike, but those without data, which have made no step since."""
+        if not weights.ends_warmup:
+            return
+        if self._turns.joining and self._turns.idle:
+            parameters = [tensor for _, tensor in self._named]
+            agreement.broadcast_tensors(self.group, parameters, self._turns.source, self.gradients.carriage)
+        weights.begin()
 
     def _exchanges_gradients(self) -> bool:
         if self.weights is None:
@@ -116,6 +127,7 @@ class LocalReplica(replica.Replica):
         if self.weights is not None:
             if self.weights.is_due_after_step:
                 self._turns.take(self, Turn.STEP)
+                self._end_warmup(self.weights)
             self.weights.step_ended()
             self.step = self.weights.step
 
@@ -134,6 +146,7 @@ class LocalReplica(replica.Replica):
 
     def follow(self, turn: Turn) -> None:
         if turn is Turn.STEP and self.weights is not None:
+            self._end_warmup(self.weights)
             self.weights.forward_begins()
             self.weights.step_begins()
             self.weights.step_ended()

@@ -161,6 +161,11 @@ class Weights:
         return self.step >= self.sync.after
 
     @property
+    def ends_warmup(self) -> bool:
+        """Whether the warm-up ends here: with this step, or before the first forward after it."""
+        return 0 < self.sync.after == self.step + (0 if self.is_before_forward else 1)
+
+    @property
     def is_before_forward(self) -> bool:
         """Whether exchanges begin before forward, and not after a step."""
         return self.sync.when == "before_forward"

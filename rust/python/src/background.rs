@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use offbeat_core::background::{self, Description, Labelled, Method, Rounds, Task};
+use offbeat_core::background::{self, Closing, Description, Labelled, Method, Rounds, Task};
 use offbeat_core::dtype::DType;
 use offbeat_core::graph::Peers;
 use offbeat_core::{Error, Result};
@@ -135,6 +135,16 @@ impl Background {
 
     fn resume(&self) {
         self.0.resume();
+    }
+
+    fn close(&self, closing: &str) -> PyResult<()> {
+        let closing = match closing {
+            "open" => Closing::Open,
+            "settles" => Closing::Settles,
+            _ => return Err(raise(Error::invalid(format!("nothing closes by {closing:?}")))),
+        };
+        self.0.close(closing);
+        Ok(())
     }
 
     /// (number of the next round, members that are there, (label, DLPack capsule) of what is kept of each tensor).

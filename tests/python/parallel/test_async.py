@@ -269,6 +269,7 @@ def test_a_thread_rests_in_a_pause(ranks, name):
         "AsyncGossip(seed=-1)",
         "AsyncServer(staleness=-1)",
         "AsyncServer(feedback=True)",
+        "AsyncServer(codec='x')",
         "AsyncServer(period=float('nan'))",
     ],
 )

@@ -118,6 +118,102 @@ def test_what_is_under_way_parts_no_replicas_that_were_made_equal(ranks, name):
         assert added["mean"] < 0.5 * added["first"], added
 
 
+def counting():
+    """Every step adds 1 to all weights of its rank, so the server's are those of the mean of all ranks' steps."""
+    import os
+    import signal
+    import sys
+    import time
+
+    import torch
+    from gpu_training import leave
+    from standin import where_it_is_asked_for
+    from support import same_everywhere, tell
+
+    import offbeat
+
+    offbeat.init(timeout=20.0)
+    me, world = offbeat.rank(), offbeat.world_size()
+    algorithm, how = eval(sys.argv[1], vars(offbeat.algorithms)), sys.argv[2]
+    with where_it_is_asked_for() as double:
+        model = torch.nn.Linear(50, 30)
+        with torch.no_grad():
+            [p.zero_() for p in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        if how == "parallel":
+            wrapper = trained = offbeat.DataParallel(model, optimizer, algorithm)
+        else:
+            wrapper, trained = offbeat.DistributedOptimizer(optimizer, model, algorithm), model
+            optimizer = wrapper
+
+        def step():
+            optimizer.zero_grad()
+            (trained(torch.zeros(1, 50)) * 0 - sum(p.sum() for p in model.parameters())).sum().div(30).backward()
+            optimizer.step()
+            time.sleep(0.002)
+
+        def weights():
+            return torch.cat([p.detach().reshape(-1).cpu() for p in model.parameters()])
+
+        made = 0
+        bounded = algorithm.bound is not None
+        for turn in range(3):
+            # all but rank 0 go on while it waits for them; as far as a bound lets them
+            more = 10 + (0 if bounded and turn else me if bounded else 40 * me)
+            for _ in range(more):
+                step()
+                made += 1
+            if how == "lost" and turn == 2 and me == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "paused" and turn != me:
+                optimizer.pause()
+            offbeat.consolidate(model)
+            optimizer.resume() if how == "paused" else None
+            seen = weights()
+            if how == "lost" and turn == 2:
+                break
+            want = sum(offbeat.all_gather_object(made)) / world
+            tell(want=want, away=float((seen - want).abs().max()), same=same_everywhere(*model.parameters()))
+        # nothing is left that could move them, though rounds go on
+        optimizer.param_groups[0]["lr"] = 0.0
+        for _ in range(30):
+            step()
+        tell(moved=float((weights() - seen).abs().max()), least=float(seen.min()), made=made)
+        if how != "lost":
+            offbeat.barrier()
+        wrapper.remove()
+    offbeat.shutdown() if double is None else leave(double)
+
+
+@pytest.mark.parametrize("place", ["cpu", pytest.param("gpu", marks=pytest.mark.timeout(300))])
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("AsyncServer(period=0.001)", "plain"),
+        ("AsyncServer(period=0.001)", "paused"),
+        ("AsyncServer(period=0.001)", "lost"),
+        ("AsyncServer()", "parallel"),
+        ("AsyncServer(period=0.001, codec='minmax8')", "plain"),
+        ("AsyncServer(period=0.001, codec='int4')", "lost"),
+        ("AsyncServer(staleness=8, period=0.001)", "plain"),
+        ("AsyncServer(staleness=8, period=0.001, codec='minmax8')", "paused"),
+    ],
+)
+def test_consolidating_gives_all_that_the_server_has(ranks, request, name, how, place):
+    """Whoever comes first and waits for the others has old values of the server. On the CPU, and on a GPU."""
+    env = {} if place == "cpu" else {"DOUBLES": str(request.getfixturevalue("doubles"))}
+    for rank in ranks(counting, 3, args=[name, how], env=env, per_rank=apart, check=how != "lost").ranks:
+        if how == "lost" and rank.rank == 2:
+            continue
+        assert rank.code == 0, rank.err
+        *turns, last = told(rank)
+        assert len(turns) == (2 if how == "lost" else 3), turns
+        assert all(turn["same"] and turn["away"] < 1e-3 for turn in turns), turns
+        assert last["moved"] < 1e-3, last
+        # what is left of this rank's steps in any case, and a bit of the lost one's
+        assert last["least"] > last["made"] / 3, last
+
+
 @pytest.mark.parametrize(
     "name",
     [

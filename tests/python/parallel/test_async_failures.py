@@ -154,3 +154,32 @@ def test_an_interrupt_ends_a_rank_that_waits(ranks):
     job.wait(30, check=False)
     assert time.monotonic() - began < 10
     assert "KeyboardInterrupt" in job.ranks[0].err
+
+
+def test_who_leaves_when_all_have_met_is_not_said_to_be_left_out(ranks):
+    """Its values are used, though those that are slower see it leave before they know that."""
+
+    def script():
+        import signal
+        import time
+
+        import offbeat
+        from offbeat import consolidation
+
+        offbeat.init(timeout=20.0)
+        offbeat.barrier()
+
+        def sleep(*_):
+            time.sleep(0.2)
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+
+        if offbeat.rank() == 1:
+            # between two letters
+            signal.signal(signal.SIGALRM, sleep)
+            signal.setitimer(signal.ITIMER_REAL, 0.001)
+        assert consolidation.meet(says=offbeat.rank() == 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        offbeat.shutdown()
+
+    for rank in ranks(script, 2, per_rank=lambda rank: {"OFFBEAT_HOST": "ab"[rank]}).ranks:
+        assert "has left" not in rank.err, rank.err

@@ -131,6 +131,116 @@ def test_diloco_is_what_it_says(ranks):
         assert [name for name in facts if facts[name]["equal"]] == ["plain", "outer", "codec", "one"], facts
 
 
+@pytest.mark.parametrize("layout", ["abc", "aabb"])
+def test_outer_steps_begin_where_the_warmup_ends(ranks, layout):
+    """What the warm-up did is in the anchors, and is not done again; also where it was saved in the middle of that, and
+    where a rank has no more data when it ends."""
+
+    def script():
+        import sys
+
+        import torch
+        from support import differences, loss_of, make_batch, make_model, tell, train
+
+        import offbeat
+        from offbeat import syncs
+        from offbeat.algorithms import DiLoCo
+
+        offbeat.init()
+        # so that these small ones are cut
+        syncs.GRAIN = 16
+        hosts, steps, outer = sys.argv[1], 16, {"outer_lr": 0.6, "outer_momentum": 0.7}
+        ranks = range(len(hosts))
+
+        def make():
+            model = make_model("mlp")
+            return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def average(models):
+            for tensors in zip(*(model.parameters() for model in models), strict=True):
+                mean = sum(p.grad for p in tensors) / len(models)
+                for p in tensors:
+                    p.grad = mean.clone()
+
+        def by_hand(a, data=steps):
+            """All ranks in one process; rank 0 has data for so many steps."""
+            models, inner = zip(*(make() for _ in ranks), strict=True)
+            anchor = [p.detach().clone() for p in models[0].parameters()]
+            speed = [torch.zeros_like(p) for p in anchor]
+            parts = syncs.divide([p.numel() for p in anchor], a.fragments, cut=[True] * len(anchor))
+            interval = a.every // a.fragments
+            for at in range(steps):
+                for rank, model in enumerate(models):
+                    model.zero_grad()
+                    works = rank > 0 or at < data
+                    (loss_of(model, make_batch("mlp", rank, at)) * works).backward()
+                for host in set(hosts):
+                    average([models[rank] for rank in ranks if at < a.warmup_steps or hosts[rank] == host])
+                for rank, optimizer in enumerate(inner):
+                    if rank > 0 or at < data:
+                        optimizer.step()
+                step = at + 1 - a.warmup_steps
+                with torch.no_grad():
+                    if step == 0:
+                        for model in models:
+                            for p, q in zip(model.parameters(), models[1].parameters(), strict=True):
+                                p.copy_(q)
+                        anchor = [p.clone() for p in models[0].parameters()]
+                    if step > 0 and (step + a.overlap) % interval == 0:
+                        begun = [[p.clone() for p in model.parameters()] for model in models]
+                    if step > 0 and step % interval == 0:
+                        for tensor, first, last in parts[(step // interval - 1) % a.fragments]:
+                            cut = slice(first, last)
+                            theta, v = anchor[tensor].view(-1)[cut], speed[tensor].view(-1)[cut]
+                            d = sum(theta - weights[tensor].view(-1)[cut] for weights in begun) / len(models)
+                            v.mul_(a.outer_momentum).add_(d)
+                            theta.sub_(a.outer_lr * (d + a.outer_momentum * v))
+                            for model, weights in zip(models, begun, strict=True):
+                                x = list(model.parameters())[tensor].view(-1)[cut]
+                                x.copy_(theta + (x - weights[tensor].view(-1)[cut]))
+            return models[offbeat.rank()]
+
+        for a in (
+            DiLoCo(3, warmup_steps=4, **outer),
+            DiLoCo(6, warmup_steps=4, fragments=3, **outer),
+            DiLoCo(6, warmup_steps=1, fragments=2, overlap=2, **outer),
+        ):
+            model, optimizer = make()
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, a)
+            train(model, optimizer, "mlp", range(steps))
+            tell(name=str(a), away=max(differences(model, by_hand(a)).values()))
+            optimizer.remove()
+
+        a = DiLoCo(3, warmup_steps=4, **outer)
+        model, optimizer = make()
+        optimizer = offbeat.DistributedOptimizer(optimizer, model, a)
+        train(model, optimizer, "mlp", range(2))
+        saved = model.state_dict(), optimizer.state_dict()
+        optimizer.remove()
+        other, optimizer = make()
+        optimizer = offbeat.DistributedOptimizer(optimizer, other, a)
+        other.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        train(other, optimizer, "mlp", range(2, steps))
+        tell(name="resumed", away=max(differences(other, by_hand(a)).values()))
+        optimizer.remove()
+
+        if hosts == "abc":
+            a, data = DiLoCo(3, warmup_steps=4, **outer), 2
+            model, optimizer = make()
+            optimizer = offbeat.DistributedOptimizer(optimizer, model, a)
+            with optimizer.join():
+                train(model, optimizer, "mlp", range(data if offbeat.rank() == 0 else steps))
+            # the last exchange was in the last step
+            tell(name="uneven", away=max(differences(model, by_hand(a, data)).values()))
+        offbeat.shutdown()
+
+    for rank in ranks(script, len(layout), per_rank=on(layout), args=[layout]).ranks:
+        facts = told(rank)
+        assert len(facts) == (5 if layout == "abc" else 4)
+        assert all(fact["away"] < 2e-6 for fact in facts), facts
+
+
 @pytest.mark.parametrize("peers", ["all", "ring", "shift_one", "exponential", "random"])
 def test_decentralized_is_its_formula(ranks, peers):
     """x = Σ W x - lr · g, with g from before the average; the sum over ranks goes on as if there were none."""

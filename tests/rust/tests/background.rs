@@ -4,8 +4,8 @@
 
 use std::time::{Duration, Instant};
 
-use offbeat_core::background::{Background, Description, Method, Rounds, Task};
-use offbeat_core::codec::MinMax8;
+use offbeat_core::background::{Background, Closing, Description, Method, Rounds, Task};
+use offbeat_core::codec::{Codec, MinMax8};
 use offbeat_core::config::Tuning;
 use offbeat_core::graph::{Graph, Peers};
 use offbeat_tests::world::{Rank, Setup};
@@ -331,6 +331,36 @@ fn a_rank_that_goes_in_the_middle_is_dropped_and_the_others_agree() {
         assert!([0, 1, 3].iter().all(|rank| ends[*rank].1 > 5), "{method:?}: {:?}", ends.iter().map(|e| e.1));
         close(&ends[0].0, &ends[1].0, 0.02);
         close(&ends[0].0, &ends[3].0, 0.02);
+    }
+}
+
+/// Each rank's steps are in the values of all, when all have closed a first round and then a second one: whatever they knew
+/// before, and however far they had come.
+#[test]
+fn two_closing_rounds_leave_nothing_over() {
+    for (codec, bounded) in [(None, false), (None, true), (Some(&MinMax8 as &'static dyn Codec), false)] {
+        let ends = setup(&["a", "a", "b"]).spawn(move |rank| {
+            let method = Method::Server { codec, feedback: true, bounded };
+            let mut model = Model::new(rank, method, LONG, vec![1.0; 4000]);
+            // a first answer, so that the next ones are encoded
+            model.clock = 1;
+            assert!(model.round());
+            model.weights.iter_mut().enumerate().for_each(|(at, x)| *x += (1 + rank.rank + at % 7) as f32);
+            model.clock += 1 + rank.rank as u64;
+            if rank.rank == 2 && !bounded {
+                assert!(model.round());
+            }
+            rank.engine().world().run(barrier(), None).unwrap();
+            model.background.close(Closing::Settles);
+            assert!(model.round());
+            rank.engine().world().run(barrier(), None).unwrap();
+            assert!(model.round());
+            model.background.close(Closing::Open);
+            rank.engine().world().run(barrier(), None).unwrap();
+            model.weights
+        });
+        let want: Vec<f32> = (0..4000).map(|at| 3.0 + (at % 7) as f32).collect();
+        ends.iter().for_each(|end| close(end, &want, 1e-5));
     }
 }
 

@@ -68,6 +68,12 @@ impl Coder {
         self.encode(values, range, Leg::Share, rank, round)
     }
 
+    /// Adds what was lost of shares of a range to numbers that are sent in full.
+    pub(super) fn make_up(&mut self, values: &mut [f32], range: &Range<usize>) {
+        let lost = &mut self.shares[range.clone()];
+        values.iter_mut().zip(lost).for_each(|(value, lost)| *value += std::mem::take(lost));
+    }
+
     /// What was computed here, for all.
     pub(super) fn encode_result(&mut self, values: &[f32], range: &Range<usize>, round: u64) -> Vec<u8> {
         self.encode(values, range, Leg::Result, 0, round)

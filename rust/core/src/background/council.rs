@@ -123,6 +123,7 @@ impl Council {
                     return Ok(Agreed::Settled);
                 }
                 Move::Use(list) => {
+                    self.report_left_out(&list);
                     let body: Vec<u8> = list.iter().flat_map(|rank| rank.to_le_bytes()).collect();
                     self.tell(&Envelope::new(About::Agreed, Epoch::default(), number), &body);
                     return Ok(Agreed::Values(self.values(number, &list, value)));
@@ -174,13 +175,8 @@ impl Council {
         self.collect(inbox);
         for (rank, how) in gone {
             self.post.drop_member(rank);
-            match how {
-                Absence::Gone(error) => self.post.report(rank, &error),
-                Absence::Left(why) if mesh.roster().report(rank) => {
-                    let name = mesh.roster().card(rank).name();
-                    log::warn!("{name} has left ({why}), and a model is agreed on without it");
-                }
-                Absence::Left(_) => {}
+            if let Absence::Gone(error) = how {
+                self.post.report(rank, &error);
             }
         }
         let (me, mut lost) = (self.post.me, Vec::new());
@@ -196,6 +192,19 @@ impl Council {
         });
         for rank in lost {
             self.post.drop_member(rank);
+        }
+    }
+
+    /// Tells the user who has left, and has no part in what is agreed on. Who has left since it told its values has.
+    fn report_left_out(&self, list: &[u32]) {
+        let (mesh, me) = (&self.post.mesh, self.post.me);
+        for rank in (0..mesh.world()).filter(|rank| *rank != me && !list.contains(rank)) {
+            if let Some(Absence::Left(why)) = mesh.roster().absence(rank)
+                && mesh.roster().report(rank)
+            {
+                let name = mesh.roster().card(rank).name();
+                log::warn!("{name} has left ({why}), and a model is agreed on without it");
+            }
         }
     }
 

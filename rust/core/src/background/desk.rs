@@ -43,6 +43,16 @@ pub enum Task {
     Skip,
 }
 
+/// What the rounds are for that begin from here on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Closing {
+    /// Nothing: training goes on.
+    #[default]
+    Open,
+    /// No rank makes steps for now, so nobody waits for any, and nothing shall be left over.
+    Settles,
+}
+
 /// What a model's background exchanges have done so far.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Progress {
@@ -66,6 +76,7 @@ struct State {
     paused: bool,
     /// Whether something came of rounds during a pause that was not added yet.
     carrying: bool,
+    closing: Closing,
     clock: u64,
     /// How many steps training has made and may go beyond, and since when; told where staleness is bounded.
     passed: (u64, Instant),
@@ -95,6 +106,7 @@ pub(super) struct View {
     pub(super) urgent: bool,
     pub(super) stop: bool,
     pub(super) paused: bool,
+    pub(super) closing: Closing,
     pub(super) clock: u64,
     pub(super) passed: (u64, Instant),
 }
@@ -109,6 +121,7 @@ impl Desk {
             ended: false,
             paused: false,
             carrying: false,
+            closing: Closing::default(),
             clock: 0,
             passed: (0, Instant::now()),
             late: Vec::new(),
@@ -235,6 +248,11 @@ impl Desk {
         self.state().paused = false;
     }
 
+    /// What rounds that begin from here on are for.
+    pub fn close(&self, closing: Closing) {
+        self.state().closing = closing;
+    }
+
     /// What was done so far.
     pub fn progress(&self) -> Progress {
         self.state().progress
@@ -305,6 +323,7 @@ impl Desk {
             urgent: state.urgent,
             stop: state.stop,
             paused: state.paused,
+            closing: state.closing,
             clock: state.clock,
             passed: state.passed,
         }

@@ -1,5 +1,6 @@
 //! What a method is to the thread that drives it.
 
+use super::desk::Closing;
 use super::keeping::{Kept, Room, Rounds};
 use super::post::{Epoch, Letter, Post};
 
@@ -37,6 +38,8 @@ pub(super) trait Exchange: Send {
     fn rests(&mut self, _: &mut Post, _: bool) {}
     /// Training has made so many steps, and no safe point for a while: there may be no more of them.
     fn stands(&mut self, _: &mut Post, _: u64) {}
+    /// What the rounds that begin from here on are for.
+    fn close(&mut self, _: Closing) {}
     /// How many rounds of which list of members have ended here, where a round that has ended for one of them shall end for
     /// all: then one that leaves stays a member for the others until they have come as far.
     fn ended(&self, _: &Post) -> Option<(Epoch, u64)> {

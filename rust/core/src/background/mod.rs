@@ -35,7 +35,7 @@ use offbeat_transport::mesh::Mesh;
 use offbeat_transport::{Interrupt, fork};
 
 pub use council::{Agreed, Council};
-pub use desk::{Desk, Progress, Stuck, Task};
+pub use desk::{Closing, Desk, Progress, Stuck, Task};
 pub use ferry::Ferry;
 pub use keeping::{Labelled, Rounds, Saved};
 pub use method::Method;
@@ -275,6 +275,11 @@ impl Background {
     pub fn resume(&self) {
         self.desk.resume();
         self.poke();
+    }
+
+    /// What rounds that begin from here on are for, see [`Desk::close`].
+    pub fn close(&self, closing: Closing) {
+        self.desk.close(closing);
     }
 
     /// What was done so far.

@@ -17,11 +17,15 @@
 //!
 //! The shard of a lost owner goes to the next member that is there, which begins it with what it had last heard of it.
 //! Updates that were under way are pushed again, to the new owner.
+//!
+//! Where no rank makes steps for now, a round goes in full both ways, with what codecs have lost before, and is answered at
+//! once. Everybody has the server's values after two of these, if all have ended the first before any begins the second.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 
 use super::coder::Coder;
+use super::desk::Closing;
 use super::keeping::{Kept, Room, Rounds};
 use super::post::{About, Envelope, Letter, Post, bytes_of, floats, shard};
 use super::shard::{Opening, Owned, add};
@@ -48,6 +52,8 @@ pub(super) struct Server {
     /// Pushes for shards that are not known to be ours yet, or not open.
     early: Vec<Letter>,
     opening: Option<Opening>,
+    /// What the round under way is for.
+    closing: Closing,
 }
 
 struct Active {
@@ -96,6 +102,7 @@ impl Server {
             steps: BTreeMap::new(),
             early: Vec::new(),
             opening: None,
+            closing: Closing::default(),
         };
         if let Some(mine) = members_place(members, me) {
             server.adopt(mine, members);
@@ -111,19 +118,24 @@ impl Server {
         }
     }
 
-    /// Pushes this rank's changes of a shard to its owner. What is pushed a second time goes in full.
+    /// Pushes this rank's changes of a shard to its owner. What is pushed a second time goes in full, and so does what settles.
     fn push(&mut self, post: &Post, shard: usize, snapshot: &[f32], clock: u64, again: bool) {
         let range = self.ranges[shard].clone();
         let pairs = snapshot[range.clone()].iter().zip(&self.base[range.clone()]);
-        let changes: Vec<f32> = pairs.map(|(x, base)| x - base).collect();
+        let mut changes: Vec<f32> = pairs.map(|(x, base)| x - base).collect();
+        let settles = self.closing == Closing::Settles;
+        if let Some(coder) = self.coder.as_mut().filter(|_| settles) {
+            coder.make_up(&mut changes, &range);
+        }
         let Some(owner) = owner(&self.members, shard, post.living()) else { return };
         if let Some(active) = &mut self.active {
             active.missing.insert(shard, owner);
         }
         self.clock = clock;
-        let envelope = Envelope { shard: shard as u32, ..Envelope::new(About::Push, post.epoch(), clock) };
+        let extra = self.closing as u64;
+        let envelope = Envelope { shard: shard as u32, extra, ..Envelope::new(About::Push, post.epoch(), clock) };
         let account = &mut self.account[range.clone()];
-        if let Some(coder) = self.coder.as_mut().filter(|_| !again && owner != post.me) {
+        if let Some(coder) = self.coder.as_mut().filter(|_| !(again || settles) && owner != post.me) {
             let body = coder.encode_share(&changes, &range, post.me, clock);
             let mut sent = vec![0.0; range.len()];
             coder.decode_add(&body, &range, &mut sent);
@@ -138,29 +150,34 @@ impl Server {
             self.early.push(Letter { from: post.me, envelope, body: bytes_of(&changes).to_vec() });
         } else {
             self.adopt(shard, post.living());
-            self.pushed(post, shard, post.me, clock, &changes);
+            self.pushed(post, shard, post.me, &envelope, &changes);
         }
     }
 
     /// A member's changes of a shard of ours.
-    fn pushed(&mut self, post: &Post, shard: usize, from: u32, clock: u64, changes: &[f32]) {
-        let part = 1.0 / post.living().len() as f32;
+    fn pushed(&mut self, post: &Post, shard: usize, from: u32, envelope: &Envelope, changes: &[f32]) {
         let Some(owned) = self.owned.get_mut(&shard) else { return };
-        match owned.accounts.get_mut(&from) {
-            Some(account) => add(account, changes),
-            None => owned.values.iter_mut().zip(changes).for_each(|(value, change)| *value += change * part),
+        owned.take(from, envelope.round, changes, post.living());
+        let settles = envelope.extra == Closing::Settles as u64;
+        if settles {
+            owned.settle();
+            // in full: there is no replica to tell the difference to
+            owned.replicas.remove(&from);
+            self.send_values(post, shard, from, envelope.round);
+        } else {
+            owned.waiting.push((from, envelope.round));
         }
-        owned.clocks.insert(from, clock);
-        owned.waiting.push((from, clock));
-        self.answer(post, shard);
+        // where one rank makes no steps for now, none does
+        self.answer(post, shard, !settles);
     }
 
-    /// Answers those that need not wait any more.
-    fn answer(&mut self, post: &Post, shard: usize) {
+    /// Answers those that need not wait any more: all, unless this is `bound` and they have come further than others.
+    fn answer(&mut self, post: &Post, shard: usize, bound: bool) {
+        let bound = bound && self.bounded;
         let Some(owned) = self.owned.get_mut(&shard) else { return };
         let slowest = post.living().iter().map(|rank| come_to(owned, &self.steps, *rank)).min().unwrap_or(0);
         let (now, later) =
-            std::mem::take(&mut owned.waiting).into_iter().partition(|(_, clock)| !self.bounded || *clock <= slowest);
+            std::mem::take(&mut owned.waiting).into_iter().partition(|(_, clock)| !bound || *clock <= slowest);
         owned.waiting = later;
         let now: Vec<(u32, u64)> = now;
         if !now.is_empty() {
@@ -173,7 +190,7 @@ impl Server {
 
     fn answer_all(&mut self, post: &Post) {
         for shard in self.owned.keys().copied().collect::<Vec<_>>() {
-            self.answer(post, shard);
+            self.answer(post, shard, true);
         }
     }
 
@@ -212,14 +229,13 @@ impl Server {
             return;
         }
         self.adopt(shard, post.living());
-        let clock = letter.envelope.round;
         let mut changes: Vec<f32> = vec![0.0; range.len()];
         if letter.envelope.plain {
             changes.iter_mut().zip(floats(&letter.body)).for_each(|(change, x)| *change = x);
         } else if let Some(coder) = &self.coder {
             coder.decode_add(&letter.body, &range, &mut changes);
         }
-        self.pushed(post, shard, letter.from, clock, &changes);
+        self.pushed(post, shard, letter.from, &letter.envelope, &changes);
     }
 
     /// What a member says of its account of our shard, and of what it last heard of it.
@@ -368,6 +384,10 @@ impl Exchange for Server {
             post.others().into_iter().for_each(|rank| post.send(rank, &envelope, &[]));
             self.answer_all(post);
         }
+    }
+
+    fn close(&mut self, closing: Closing) {
+        self.closing = closing;
     }
 
     fn is_awaited(&self, _: &Post) -> bool {

@@ -48,6 +48,16 @@ impl Owned {
         Owned { values, accounts, replicas: BTreeMap::new(), clocks: BTreeMap::new(), waiting: Vec::new() }
     }
 
+    /// Adds what a member has changed, which had come so far.
+    pub(super) fn take(&mut self, from: u32, clock: u64, changes: &[f32], living: &[u32]) {
+        let part = 1.0 / living.len() as f32;
+        match self.accounts.get_mut(&from) {
+            Some(account) => add(account, changes),
+            None => self.values.iter_mut().zip(changes).for_each(|(value, change)| *value += change * part),
+        }
+        self.clocks.insert(from, clock);
+    }
+
     /// Begins with what members have said. Accounts are kept in a bounded server only.
     pub(super) fn open(&mut self, opening: Opening, living: &[u32], bounded: bool) {
         let is_there = |rank: &u32| living.binary_search(rank).is_ok();

@@ -278,6 +278,7 @@ impl Worker {
                     self.began = Some(Instant::now());
                     // SAFETY: in this phase the snapshot is ours.
                     let snapshot = unsafe { self.desk.snapshot() };
+                    self.exchange.close(view.closing);
                     self.exchange.begin(&mut self.post, snapshot, view.clock);
                 }
                 self.advance()?;
