@@ -96,7 +96,7 @@ class LocalReplica(replica.Replica):
             self.weights.forward_begins()
 
     def _end_warmup(self, weights: Weights) -> None:
-        """Where the warm-up ends, what steps keep begins with the weights that came of it: anchors of before would count
+        """Where the warm-up ends, what steps keep begins with the weights that came of it: older anchors would count
         its steps again. All ranks have these alike, but those without data, which have made no step since."""
         if not weights.ends_warmup:
             return
