@@ -138,8 +138,7 @@ impl Plan {
     /// those whose value is final only at the end of backward.
     ///
     /// A bucket takes tensors of its kind until the next one would make it larger than it may be. A tensor that is larger
-    /// by itself gets a bucket with nothing but the crumbs before it. Buckets go out in the order in which their last
-    /// tensors become ready.
+    /// than any gets one of its own. Buckets go out in the order in which their last tensors become ready.
     pub fn new(tensors: &[Tensor], order: &[usize], late: &[bool], sizes: Sizes, grain: Grain) -> Result<Self> {
         let mut seen = vec![false; tensors.len()];
         for &tensor in order {
@@ -211,7 +210,13 @@ fn kinds(tensors: &[Tensor], order: &[usize], late: &[bool]) -> Vec<Vec<Turn>> {
 fn gathered(kind: &[Turn], tensors: &[Tensor], sizes: Sizes) -> Vec<Vec<Turn>> {
     let bytes = |turns: &[Turn]| turns.iter().map(|turn| tensors[turn.tensor].bytes()).sum::<usize>();
     let mut groups: Vec<Vec<Turn>> = Vec::new();
-    for portion in portions(kind, tensors, sizes.crumb()) {
+    let is_larger = |portion: &[Turn]| portion.last().is_some_and(|turn| tensors[turn.tensor].bytes() > sizes.rest);
+    let portions = portions(kind, tensors, sizes.crumb()).flat_map(|portion| {
+        // crumbs that wait for one that large were measured to take its memory once more, while its gradient is made
+        let (crumbs, rest) = portion.split_at(if is_larger(portion) { portion.len() - 1 } else { 0 });
+        [crumbs, rest].into_iter().filter(|portion| !portion.is_empty())
+    });
+    for portion in portions {
         let limit = sizes.of(groups.len().saturating_sub(1));
         match groups.last_mut() {
             Some(group) if bytes(group) + bytes(portion) <= limit => group.extend(portion),
