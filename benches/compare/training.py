@@ -246,11 +246,11 @@ def all_trials() -> list[Trial]:
     apart = Place("wire2", "2 hosts, 1 ms one way", 2, 1, "1gbit", "1ms")  # the rate comes from a measurement
     mlp, large, uneven = Model("mlp", 6, 1000), Model("mlp", 6, 2040), Model("uneven", 200, 5120)
     cnn, tiny, slim, deep = Model("cnn"), Model("tiny", 1000, 16), Model("mlp", 6, 576), Model("mlp", 12, 504)
-    asleep, narrow = Model("paused", 12, 504), Model("mlp", 12, 126)
+    asleep, narrow = Model("paused", 12, 504), Model("mlp", 24, 90)
     few, some, many = {"repetitions": 5, "quick": 1}, {"repetitions": 11, "quick": 3}, {"repetitions": 300, "quick": 80}
 
     def by_layer(model: Model) -> dict[str, Any]:
-        """A bucket for each layer: the last one, which nothing hides, is 1/12 of the bytes, and none waits for the next
+        """A bucket for each layer: the last one, which nothing hides, is small, and none waits for the next
         layer's bias."""
         return {"at_least": True, "bucket_bytes": model.gradient_bytes // model.layers, **some}
 

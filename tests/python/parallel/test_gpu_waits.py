@@ -40,16 +40,16 @@ def noticing():
 
 
 # Which wait, on which schedule: the one after so many of them. A step begins with two broadcasts of buffers, floats and
-# counters, then there are three buckets; weights have three too. It is the first bucket of a round that shows a
+# counters, then there are four buckets; weights have four buckets too. It is the first bucket of a round that shows a
 # wait: those after it may have to wait for a peer, and torch's stream runs meanwhile.
 TRAINING = {
     "before the first bucket": (LAZY_TORCH, "allreduce", "cuStreamWaitEvent", "ours", "2"),
-    "before a bucket of a later round": (LAZY_TORCH, "allreduce", "cuStreamWaitEvent", "ours", "7"),
+    "before a bucket of a later round": (LAZY_TORCH, "allreduce", "cuStreamWaitEvent", "ours", "8"),
     "before an encoded bucket": (LAZY_TORCH, "bytegrad", "cuStreamWaitEvent", "ours", "2"),
     "before a selected bucket": (LAZY_TORCH, "TopK(ratio=0.1)", "cuStreamWaitEvent", "ours", "2"),
     "before a factored bucket": (LAZY_TORCH, "powersgd", "cuStreamWaitEvent", "ours", "2"),
     "before weights": (LAZY_TORCH, "LocalSGD(every=1)", "cuStreamWaitEvent", "ours", "0"),
-    "before later weights": (LAZY_TORCH, "LocalSGD(every=1)", "cuStreamWaitEvent", "ours", "3"),
+    "before later weights": (LAZY_TORCH, "LocalSGD(every=1)", "cuStreamWaitEvent", "ours", "4"),
     "after the first round": (LAZY_OURS, "allreduce", "cuStreamWaitEvent", "torch's", "2"),
     "after a later round": (LAZY_OURS, "bytegrad", "cuStreamWaitEvent", "torch's", "5"),
     "after weights": (LAZY_OURS, "LocalSGD(every=1)", "cuStreamWaitEvent", "torch's", "1"),

@@ -74,8 +74,8 @@ def test_auto_keeps_one_size_on_all_ranks_and_every_bit(ranks, how):
     assert one == other
     assert one["done"]
     assert one["first"] == 8 << 20
-    # with 1 MiB the buckets are those of 512 KiB, with 2 and 4 MiB those of 8 MiB
-    assert one["tried"] == [512 * KIB, 8192 * KIB]
+    # with 2 and 4 MiB the buckets are those of 8 MiB
+    assert one["tried"] == [512 * KIB, 1024 * KIB, 8192 * KIB]
     (line,) = [line for line in job.ranks[0].err.splitlines() if "auto" in line]
     assert line.startswith('offbeat: rank 0: info: bucket_bytes="auto" keeps buckets of ')
     assert "auto" not in job.ranks[1].err
