@@ -263,13 +263,12 @@ class BackgroundReplica:
     def _make_round(self, snapshots: Snapshots) -> None:
         """Makes a whole round, with the weights of now, and adds what comes of it. Nothing of it is encoded, so no
         number is refused."""
-        task, taken = snapshots.core.wait(only_results=False), False
-        while task is not None:  # somebody is left
+        taken = False
+        while (task := snapshots.core.wait(only_results=False)) is not None:  # somebody is left
             self._act(snapshots, task)
             if taken and task != "snapshot":
                 return
             taken = taken or task == "snapshot"
-            task = snapshots.core.wait(only_results=False)
 
     def pause(self) -> None:
         """Leaves the parameters alone until `resume`. Meanwhile a copy stands for the model in rounds of others;

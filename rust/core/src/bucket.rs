@@ -210,13 +210,7 @@ fn kinds(tensors: &[Tensor], order: &[usize], late: &[bool]) -> Vec<Vec<Turn>> {
 fn gathered(kind: &[Turn], tensors: &[Tensor], sizes: Sizes) -> Vec<Vec<Turn>> {
     let bytes = |turns: &[Turn]| turns.iter().map(|turn| tensors[turn.tensor].bytes()).sum::<usize>();
     let mut groups: Vec<Vec<Turn>> = Vec::new();
-    let is_larger = |portion: &[Turn]| portion.last().is_some_and(|turn| tensors[turn.tensor].bytes() > sizes.rest);
-    let portions = portions(kind, tensors, sizes.crumb()).flat_map(|portion| {
-        // crumbs that wait for one that large were measured to take its memory once more, while its gradient is made
-        let (crumbs, rest) = portion.split_at(if is_larger(portion) { portion.len() - 1 } else { 0 });
-        [crumbs, rest].into_iter().filter(|portion| !portion.is_empty())
-    });
-    for portion in portions {
+    for portion in portions(kind, tensors, sizes) {
         let limit = sizes.of(groups.len().saturating_sub(1));
         match groups.last_mut() {
             Some(group) if bytes(group) + bytes(portion) <= limit => group.extend(portion),
@@ -226,14 +220,16 @@ fn gathered(kind: &[Turn], tensors: &[Tensor], sizes: Sizes) -> Vec<Vec<Turn>> {
     groups
 }
 
-/// What is not divided between buckets: a tensor with the crumbs before it, or crumbs that are as much as one.
-fn portions<'a>(kind: &'a [Turn], tensors: &[Tensor], crumb: usize) -> impl Iterator<Item = &'a [Turn]> {
+/// What is not divided between buckets: a tensor with the crumbs before it, or crumbs that are as much as one. Crumbs do not
+/// wait for a tensor that is larger than a bucket: they were measured to take its memory once more, while its gradient is made.
+fn portions<'a>(kind: &'a [Turn], tensors: &[Tensor], sizes: Sizes) -> impl Iterator<Item = &'a [Turn]> {
+    let bytes = |turn: &Turn| tensors[turn.tensor].bytes();
     let mut so_far = 0;
-    kind.split_inclusive(move |turn| {
-        so_far += tensors[turn.tensor].bytes();
-        let is_enough = so_far >= crumb;
-        so_far *= usize::from(!is_enough);
-        is_enough
+    kind.chunk_by(move |turn, next| {
+        so_far += bytes(turn);
+        let goes_on = so_far < sizes.crumb() && bytes(next) <= sizes.rest;
+        so_far *= usize::from(goes_on);
+        goes_on
     })
 }
 
